@@ -212,7 +212,7 @@ SETTINGS = (
         "600",
         "script",
         "HCCL_EXEC_TIMEOUT",
-        "follows recipe.train.distributed_timeout_minutes, so that both end together",
+        "a minute less than recipe.train.distributed_timeout_minutes, so that HCCL reports before the watchdog",
     ),
     Setting(
         "HCCL_IF_BASE_PORT", 64247, "script", "recipe.hccl.base_port", "144 ports outside of those that programs get"

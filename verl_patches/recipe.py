@@ -120,9 +120,8 @@ class RolloutAscend:
 
     Symbols are those of vllm-ascend f20869ef. A default is the pin's unless its key gives a reason.
 
-    graphs: decode in torchair graphs, which the tiny model's runs do not need. It decides rollout.enforce_eager and
-    rollout.free_cache_engine too, as the pin refuses other combinations
-    (vllm_ascend.ascend_config.check_ascend_config).
+    graphs: decode in torchair graphs. It decides rollout.enforce_eager and rollout.free_cache_engine too, as the pin
+    refuses other combinations (vllm_ascend.ascend_config.check_ascend_config).
     graph_batch_sizes: sizes to which decode batches are padded. Each has a graph, which takes 0.5 to 1.5 minutes to
     compile (vllm_ascend.worker.model_runner_v1.NPUModelRunner.capture_model). null takes max_num_seqs alone; at
     level=tuned also 8, 16, 32, ... below it, unless rollout.ignore_eos keeps batches full.
@@ -139,13 +138,13 @@ class RolloutAscend:
     (vllm_ascend.platform.NPUPlatform.check_and_update_config), which takes prompts whole.
     chunked_prefill_for_mla: compute attention of a prompt's chunk by the ring kernel instead of a loop
     (vllm_ascend.attention.mla_v1.AscendMLAImpl._forward_prefill).
+    mla_pa: let eager decode read both KV caches in place, in place of a copy (VLLM_ASCEND_MLA_PA).
     prefix_caching: let requests share the KV of equal prefixes, as the n responses of a prompt do.
     vllm_sleep_mode: false frees weights and KV cache to torch's pool, has graphs read addresses at each call (row
     memory.graph_addresses), and gives torch expandable segments (PYTORCH_NPU_ALLOC_CONF); not tried with torchair's
     compiler. true keeps vLLM's sleep mode, whose memory comes back at the addresses that graphs hold (docs/memory.md).
-    top_k_optimize: apply top-k and top-p by a threshold, without a scatter of the vocabulary
-    (VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE, vllm_ascend.patch.worker.patch_common.patch_sampler); on, as the vocabulary has
-    129,280 words.
+    top_k_optimize: apply top-k and top-p by a threshold, without a scatter of the vocabulary's 129,280 words
+    (VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE, vllm_ascend.patch.worker.patch_common.patch_sampler).
     """
 
     graphs: bool = False
@@ -156,6 +155,7 @@ class RolloutAscend:
     kv_nz: bool = False
     scheduler: Annotated[str, choices("v1", "ascend")] = "v1"
     chunked_prefill_for_mla: bool = False
+    mla_pa: bool = True
     prefix_caching: bool = True
     vllm_sleep_mode: bool = False
     top_k_optimize: bool = True
@@ -217,16 +217,15 @@ class RolloutCorrection:
 
     rollout_is: weight a token's gradient by pi_actor / pi_rollout of the token or of its sequence; null is off.
     rollout_is_threshold: upper limit of that weight.
-    rollout_rs: give no gradient to sequences whose pi_rollout / pi_actor (the inverse, as in verl) is outside
-    rollout_rs_threshold. seq_sum_k1 multiplies the ratios of its tokens, seq_mean_k1 takes their geometric mean; null
-    is off.
+    rollout_rs: give no gradient where pi_rollout / pi_actor (the inverse, as in verl) is outside rollout_rs_threshold:
+    a token's (token_k1), the product over its sequence (seq_sum_k1) or its geometric mean (seq_mean_k1); null is off.
     rollout_rs_threshold: LOWEST_HIGHEST, such as 0.5_2.0, or the highest alone, such as 2.0; each number with a
     decimal point, as YAML reads 0.5_2 as 0.52.
     """
 
     rollout_is: Annotated[str, choices("token", "sequence")] | None = None
     rollout_is_threshold: Positive = 2.0
-    rollout_rs: Annotated[str, choices("seq_sum_k1", "seq_mean_k1")] | None = None
+    rollout_rs: Annotated[str, choices("token_k1", "seq_sum_k1", "seq_mean_k1")] | None = None
     rollout_rs_threshold: str | None = None
 
 

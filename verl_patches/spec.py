@@ -80,6 +80,8 @@ class RunSpec:
     has_critic: whether verl's trainer trains a critic. start: where the next start of the run begins; no_start: why it
     cannot start, else empty. given_keys: keys that the command line sets. trees: upstream checkouts to import.
     lowered_from: max_num_seqs of the configuration where the memory plan has lowered it, else None.
+    probes: {what the workers of the start measure in place of training, without models: the facts of the run that it is
+    measured for, as `text`, or "" for this one} (worker/probe); empty where they train.
     """
 
     __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True)  # DictConfig
@@ -101,6 +103,7 @@ class RunSpec:
     given_keys: frozenset[str] = frozenset()
     trees: Trees = Trees()
     lowered_from: int | None = None
+    probes: _Frozen = field(default_factory=lambda: MappingProxyType({}))
 
     @property
     def line(self) -> str:

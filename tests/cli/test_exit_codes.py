@@ -23,6 +23,7 @@ ENDS = {  # {command: {exit code: its words}}; DIR is a folder of the test
     "smoke": {2: WRONG_BATCH},
     "train": {2: f"--config-name {TINY} {WRONG_BATCH}", 1: f"--config-name {TINY} --dry-run {WRONG_BATCH}"},
     "plan": {0: TINY, 1: f"{TINY} {WRONG_BATCH}", 2: "absent"},
+    "bringup": {2: "deepseekv3_tiny_cpu --to nowhere"},
     "doctor": {2: "absent"},
     "config": {0: f"--config-name {TINY}", 2: f"--config-name {TINY} +actor_rollout_ref.model.lora_rank=8"},
     "reshard-plan": {2: "--train absent --rollout tp2"},

@@ -319,6 +319,44 @@ def stopped_in_update():
     wrap("verl.workers.actor.megatron_actor", "MegatronPPOActor.update_policy", update)
 
 
+# -- faults that a bring-up must name ----------------------------------------------------------------------------------
+
+
+def wrong_rope():
+    """Turn by the negative angle in the emulated operator of decode graphs."""
+    wrap("torch_npu", "npu_interleave_rope", lambda rope, x, cos, sin: rope(x, cos, -sin))
+
+
+def wrong_combine():
+    """Halve the weights of experts where MC2 adds their results up."""
+
+    def combine(original, *args, expert_scales, **given):
+        return original(*args, expert_scales=expert_scales / 2, **given)
+
+    wrap("torch_npu", "npu_moe_distribute_combine", combine)
+
+
+def slow_group():
+    """Let each all-reduce of the group of ranks 2 and 3 take longer."""
+    import torch.distributed as dist
+
+    def all_reduce(original, tensor, *args, group=None, **given):
+        if group is not None and dist.get_process_group_ranks(group) == [2, 3]:
+            time.sleep(0.3)
+        return original(tensor, *args, group=group, **given)
+
+    wrap("torch.distributed", "all_reduce", all_reduce)
+
+
+def stale_kv():
+    """Let decode graphs write the keys and values of a sequence where another one has its own."""
+
+    def exec_kv(original, self, hidden_states, cos, sin, kv_cache, slots, *args):
+        return original(self, hidden_states, cos, sin, kv_cache, slots.roll(1), *args)
+
+    wrap("vllm_ascend.attention.mla_v1", "AscendMLAImpl.exec_kv", exec_kv)
+
+
 def slow_then_stuck_disk():
     """Flush rank 1's files a little at a time, each after a second; those of step 2, never."""
     if os.environ.get("RANK") != "1":

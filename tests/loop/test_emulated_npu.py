@@ -11,13 +11,13 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from tests.near_ties import norm_tolerance
-from verl_patches.launch.bringup.operators import operator_cases
 from verl_patches.launch.smoke import PROOF_TEXTS
 from verl_patches.plan.memory_plan import recompute_keys
 from verl_patches.plan.search import as_overrides
 from verl_patches.run import hccl
 from verl_patches.run.environment import CONFIG_FILE, FACTS_FILE
 from verl_patches.spec import read_run
+from verl_patches.worker.probe.operators import operator_cases
 
 pytestmark = [pytest.mark.slow, pytest.mark.upstream]
 # mixed batches of decodes and prefills need the ring kernel, or whole prompts
@@ -179,6 +179,7 @@ def test_a_level_changes_no_step(emulated, level):
     if level != "tuned":  # kernels that the published runs never called, of decodes beside prompts
         assert not {"npu_ring_mla", "npu_multi_head_latent_attention"} & called
     assert (run.summary["emulated"]["graphs"] > 0) == (level != "safe")
+    assert_bringup_compares_the_operators(run)
     active = {row["id"] for row in run.summary["patches"] if row["state"] == "active"}
     assert ({*HOST_ROWS} <= active) == (level == "tuned") and "rollout.ascend_decode_kv" in active
     assert_equal_steps(run, first)

@@ -14,6 +14,7 @@ from verl_patches.plan.calibration import (
     MEAN_PROMPT,
     PUBLISHED_ROWS,
     calibration_errors,
+    fitted_constants,
     published_run,
     run_without_cache,
 )
@@ -35,6 +36,7 @@ from verl_patches.plan.step_model import (
     update_s,
     verl_sync,
 )
+from verl_patches.plan.step_plan import Workload, step_figures
 
 # the phases that each constant may move, and no others
 MOVED_PHASES = {
@@ -76,6 +78,21 @@ def test_each_constant_is_fixed_by_one_row_and_moves_its_own_phases_only(constan
     assert row.predict(wrong) != pytest.approx(row.quoted_s, rel=2e-4)  # the control
     before, after = step_time(published_run(), CONSTANTS), step_time(published_run(), wrong)
     assert {phase for phase in PHASES if before[phase] != after[phase]} == MOVED_PHASES[constant]
+
+
+def test_constants_follow_from_measured_seconds():
+    other = replace(CONSTANTS, train_efficiency=0.2, engine_step_s=0.03, collective_s=1e-3)
+    measured = step_time(published_run(), other)
+    found = fitted_constants(published_run(), measured)
+    assert found["train_efficiency"] == pytest.approx(0.2)
+    assert found["engine_step_s"] == pytest.approx(0.03) and found["collective_s"] == pytest.approx(1e-3)
+    figures = step_figures(published_run(), Workload(measured=found))
+    assert figures["total_s"] == pytest.approx(sum(measured.values()), abs=0.1)
+    assert figures["quoted_total_s"] == round(total(published_run()), 2)
+    assert {"phase", "seconds", "quoted_s"} == {*figures["phases"][0]}
+    assert "quoted_total_s" not in step_figures(published_run(), Workload())
+    assert fitted_constants(published_run(), {}) == {}
+    assert fitted_constants(published_run(), {"rollout": 1e-9}) == {}  # no value explains it
 
 
 def test_the_modelled_bytes_are_the_quoted_ones():

@@ -197,7 +197,7 @@ def test_the_256_die_rollout_with_true_weights_is_right(models, run, level):
     assert len(found["worst"]) == 4 and max(found["worst"]) < MAX_LOGP_ERROR, found
     sizes = [48] if level == "reference" else [8, 16, 32, 64]
     assert found["graphs"] == sizes
-    assert found["responses"] == [16] * 4 and 32 < found["decodes"] <= 64
+    assert found["responses"] == [16] * (sizes[-1] // 16) and 32 < found["decodes"] <= sizes[-1]
     assert found["mixed"] > 5 if level == "tuned" else found["mixed"] == 0
     assert found["moved"] == []
     assert found["read"] == read_as(options, sizes)

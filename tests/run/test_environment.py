@@ -87,7 +87,7 @@ def test_switches_and_routing_follow_the_recipe():
     for shell in ({}, {"VLLM_ENABLE_FIX_ROUTE": "", "VLLM_ASCEND_MLA_PA": "1"}):  # the shell does not decide
         found = process_environment(environment_variables(composed_run(WEIGHTS), "/x"), shell)
         assert (found["VLLM_ENABLE_FIX_ROUTE"], found["VLLM_ASCEND_MLA_PA"]) == ("0", "0")
-    assert variables(WEIGHTS, "level=tuned")["VLLM_ASCEND_MLA_PA"].value == "1"
+    assert variables(WEIGHTS, "recipe.rollout.ascend.mla_pa=true")["VLLM_ASCEND_MLA_PA"].value == "1"
     assert {"VLLM_ENABLE_FIX_ROUTE", "VLLM_ASCEND_MLA_PA"} <= set(worker_environment(composed_run(WEIGHTS)))
     assert "VLLM_ENABLE_FIX_ROUTE" not in variables(TINY) and variables(TINY)["VLLM_USE_V1"].value == "0"
 

@@ -103,6 +103,13 @@ def test_the_narrow_table_fits_a_terminal_and_the_wide_one_has_every_figure_unde
     assert (texts["sent MB"], texts["skew s"], texts["preempted"]) == ("107000.000", "81.2346", "7")
 
 
+def test_the_share_of_masked_tokens_is_a_line_of_a_step_with_a_mask():
+    step = whole_step() | dict.fromkeys(("slowest_sample", "profile", "memory", "masked_share")) | {"alarms": []}
+    assert [*step_record.record_lines(step)] == []
+    (line,) = step_record.record_lines({**step, "masked_share": 0.00125})
+    assert line == "step 3: rollout_rs masked 0.1250% of the response tokens"
+
+
 def test_preemptions_are_those_of_all_replicas_where_vllm_counts_them():
     assert step_record.preempted_total([2, None, 0, None]) == 2 and step_record.preempted_total([0]) == 0
     assert step_record.preempted_total([None, None]) is None

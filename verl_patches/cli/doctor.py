@@ -1,26 +1,34 @@
-"""Define the command `doctor`, which checks whether this node, and all nodes of a running Ray, are ready for a run."""
+"""Define `doctor`, which checks whether nodes are ready for a run, and `bringup`, which proves them rung by rung."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
 from verl_patches.catalog import platform_rows
-from verl_patches.cli.output import Json, print_json, print_report
-from verl_patches.cli.run import Upstream
+from verl_patches.cli.output import Json, print_json, print_report, print_text
+from verl_patches.cli.run import CONFIG_HELP, Overrides, Upstream, compose_run, start_run
 from verl_patches.errors import ConfigError
+from verl_patches.launch import smoke
+from verl_patches.launch.bringup.bringup import PAGE, RUNGS, Bringup
 from verl_patches.launch.doctor import doctor
 from verl_patches.launch.doctor.node_checks import Node
-from verl_patches.launch.smoke import CONFIG_NAME
+from verl_patches.patching.spec import LEVELS
 from verl_patches.patching.switches import PATCHES_VAR, parse_switches
 from verl_patches.plan.memory_plan import with_planned_keys
 from verl_patches.platform import NO_DEVICE
-from verl_patches.run.compose import compose
+from verl_patches.run.compose import compose, output_root
+from verl_patches.run.run_folder import lock_folder
 from verl_patches.upstream.checkouts import find_trees
 
 PRODUCTION_CONFIG = "deepseekv3_256die_true_weight"
+FROM_HELP = "First rung; default: the one that failed in the last call, else the first."
+TO_HELP = "Last rung."
+LEVEL_HELP = "Train at this level alone in rung levels; can be repeated."
 WORDS_HELP = f"A file of configs/ (default: {PRODUCTION_CONFIG}, or the smoke run's with platform=cpu), then overrides."
 THIS_NODE_HELP = "Check only this node, even if a Ray cluster of several nodes runs."
 HEAD_HELP = "HOST:PORT of Ray's head; set by doctor itself when it checks another node."
@@ -65,4 +73,62 @@ def doctor_command(
 def _default_config() -> str:
     """Return the config for a command that names none: of VERL_PATCHES's platform, else production's."""
     given = os.environ.get(PATCHES_VAR)
-    return CONFIG_NAME if given and parse_switches(given).platform in NO_DEVICE else PRODUCTION_CONFIG
+    return smoke.CONFIG_NAME if given and parse_switches(given).platform in NO_DEVICE else PRODUCTION_CONFIG
+
+
+def bringup_command(
+    config_name: Annotated[str, typer.Argument(metavar="CONFIG", help=CONFIG_HELP)],
+    overrides: Overrides = None,
+    first: Annotated[str | None, typer.Option("--from", metavar="RUNG", help=FROM_HELP)] = None,
+    last: Annotated[str, typer.Option("--to", metavar="RUNG", help=TO_HELP)] = [*RUNGS][-1],
+    levels: Annotated[list[str] | None, typer.Option("--level", metavar="LEVEL", help=LEVEL_HELP)] = None,
+    upstream: Upstream = None,
+    as_json: Json = False,
+) -> None:
+    """Prove a machine rung by rung: machine, operators, groups, levels, resume, measured.
+
+    Each rung says what it proves. The report is <output_root>/<run>_bringup/bringup.md, with bringup.json beside it.
+    """
+    words, trees = overrides or [], find_trees(upstream)
+    for rung in (first, last):
+        if rung not in (*RUNGS, None):
+            raise ConfigError(f"{rung}: expected a rung, one of {', '.join(RUNGS)}")
+    if first and [*RUNGS].index(first) > [*RUNGS].index(last):
+        raise ConfigError(f"--from {first} --to {last}: expected rungs in the order {', '.join(RUNGS)}")
+    for level in levels or ():
+        if level not in LEVELS:
+            raise ConfigError(f"--level {level}: expected one of {', '.join(LEVELS)}")
+    if given := [word for word in words if word.startswith("level=")]:
+        raise ConfigError(f"{given[0]}: rung levels trains at all levels; give --level to choose some")
+    composed = _smoke_words(words, as_json) if config_name == smoke.CONFIG_NAME else words
+    bringup = Bringup(
+        words=[config_name, *words],
+        option=[] if upstream is None else ["--upstream", str(upstream.absolute())],
+        compose=lambda more: compose_run(config_name, [*composed, *more], trees),
+        begin=lambda run, often: start_run(run, as_json, often=often)[0],
+        catalogue=platform_rows,
+        say=lambda text: None if as_json else print_text(text),
+        levels=levels or (),
+    )
+    if levels and not bringup.run.as_npu:
+        raise ConfigError(f"--level {levels[0]}: levels are settings of NPUs, found platform {bringup.run.platform}")
+    with lock_folder(bringup.folder, "recipe.run"):
+        report = bringup.climb(first, last)
+    if as_json:
+        print_json(bringup.as_dict())
+    else:
+        print_report(report)
+        print_text(f"report: {bringup.folder / PAGE}", whole=True)
+    raise typer.Exit(report.exit_code)
+
+
+def _smoke_words(words: Sequence[str], silent: bool) -> list[str]:
+    """Return the overrides of a smoke run with these ones; its tiny model and data are made."""
+    options = smoke.SmokeOptions(words)
+    line, platform = (
+        options.chosen_value(key, value) for key, value in (("recipe.line", "pypi"), ("recipe.platform", "cpu"))
+    )
+    options = replace(options, line=line, emulate_npu=platform == "npu_emulated")
+    inputs = smoke.smoke_inputs(options, output_root() / "cache")
+    inputs.make(lambda text: None if silent else print_text(text))
+    return smoke.smoke_overrides(options, inputs.overrides)

@@ -33,8 +33,8 @@ _MEMORY_SECTIONS = (
     ("HCCL communicators, of two buffers each", "memory.communicators", ("side", "group", "ranks", "buffer_mib")),
 )
 _FIGURE_SECTIONS = (
-    ("step (modelled, not measured)", "step.phases", ("phase", "seconds")),
-    ("whole step", "step", ("total_s", "tokens_per_s_per_die")),
+    ("step (modelled, not measured)", "step.phases", ("phase", "seconds", "quoted_s")),
+    ("whole step", "step", ("total_s", "quoted_total_s", "tokens_per_s_per_die")),
     ("rollout without (off) and with (on) rebalance, and with the fastest graph_batch_sizes", "step.tail", ()),
     ("assumptions; rollout seconds saved by no garbage collection and by bound cores are not counted (docs/profile.md)",
      "step.assumed", ()),
@@ -201,6 +201,7 @@ def _print_figures(plan: dict[str, Any], title: str, key: str, columns: Sequence
     if not found:
         return
     if isinstance(found, list):
+        columns = [column for column in columns if column in found[0]]
         rows = [[_figure_text(row[column], column) for column in columns] for row in found]
         print_table(title, [_figure_label(column) for column in columns], rows)
     else:

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, Literal, NoReturn
@@ -21,12 +21,14 @@ from verl_patches.catalog import platform_rows
 from verl_patches.cli.output import Json, print_json, print_plan, print_table, print_text, progress_bar
 from verl_patches.errors import INTERRUPTION_PREFIX, Check, ConfigError, RecipeError, our_command, require_checks
 from verl_patches.launch import launcher, ray_cluster, smoke
+from verl_patches.launch.bringup.bringup import MEASURED
 from verl_patches.launch.restart import last_step_is_saved
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import PATCHES_VAR, parse_switches, switched_off_text
 from verl_patches.plan.memory_plan import with_planned_keys
 from verl_patches.plan.plan import build_plan, host_memory_note, plan_without_layout
 from verl_patches.plan.search import ANY_LAYOUT_KEYS, as_overrides, search
+from verl_patches.plan.step_model import Constants
 from verl_patches.plan.step_plan import DISK_GB_S, Workload
 from verl_patches.platform import require_platform
 from verl_patches.rules import RULES
@@ -67,7 +69,11 @@ PROMPT_HELP = "Mean tokens of a prompt; default: the published run's."
 RESPONSE_HELP = "Mean tokens of responses that end by themselves, before truncation."
 LENGTHS_HELP = "A run whose recorded response lengths replace the assumed ones."
 LOAD_HELP = "A run with recipe.expert_load=true, whose measured load of experts replaces an even one."
-DISK_HELP = "GB/s of the file system with weights and checkpoints, over all nodes; or a run: that of its slowest save."
+MEASURED_HELP = "measured.json of a bring-up, whose figures replace quoted and assumed ones."
+DISK_HELP = (
+    "GB/s of the file system with weights and checkpoints, over all nodes, or a run: that of its slowest save; "
+    f"default: measured, or {DISK_GB_S:g}."
+)
 SYNC_HELP = "Backend by which DP ranks synchronise in a decode step: hccl or gloo."
 
 
@@ -148,6 +154,17 @@ def train_command(
     if dry_run:
         report_plan(config_name, overrides, trees, Workload(), as_json)
     run = compose_run(config_name, overrides, trees)
+    outcome, off = start_run(run, as_json, wide)
+    _report_outcome(outcome, run, as_json, off)
+
+
+def start_run(
+    run: RunSpec, silent: bool, wide: bool = False, often: Callable[[], None] = lambda: None
+) -> tuple[launcher.Outcome, str]:
+    """Check a run, start it and wait for its end; return the outcome, and a sentence that names rows switched off.
+
+    `often` is called several times a second. Raise ConfigError where the run cannot start.
+    """
     off = _require_startable(run)
     run_folder.require_lasting_folders(run)
     require_platform(run.platform, f"add --dry-run to look at the run here; on a CPU run {our_command('smoke.sh')}")
@@ -155,9 +172,13 @@ def train_command(
     dirty = refuse_modified(run)
     ray_cluster.require_nodes(run)
     require_checks([*_file_checks(run), *disk_checks(run, starts=True)])
-    with _progress_display(as_json, wide, off) as show:
-        outcome = launcher.run(run, show, dirty=dirty)
-    _report_outcome(outcome, run, as_json, off)
+    with _progress_display(silent, wide, off) as show:
+
+        def on_line(line: str) -> None:
+            show(line)
+            often()
+
+        return launcher.run(run, on_line, dirty=dirty), off
 
 
 def _require_startable(run: RunSpec) -> str:
@@ -185,7 +206,8 @@ def plan_command(
     dp_sync: Annotated[str, typer.Option(help=SYNC_HELP)] = "hccl",
     lengths: Annotated[Path | None, typer.Option(metavar="RUN", help=LENGTHS_HELP)] = None,
     expert_load: Annotated[Path | None, typer.Option(metavar="RUN", help=LOAD_HELP)] = None,
-    disk_gb_s: Annotated[str, typer.Option(metavar="NUMBER|RUN", help=DISK_HELP)] = str(DISK_GB_S),
+    disk_gb_s: Annotated[str | None, typer.Option(metavar="NUMBER|RUN", help=DISK_HELP)] = None,
+    measured: Annotated[Path | None, typer.Option(metavar="FILE", help=MEASURED_HELP)] = None,
     verl_path: VerlPath = None,
     upstream: Upstream = None,
     as_json: Json = False,
@@ -195,7 +217,10 @@ def plan_command(
     The exit code is 1 if a check refuses the start.
     """
     overrides, trees = overrides or [], find_trees(upstream, verl_path)
-    workload = Workload(prompt_tokens, response_tokens, dp_sync, disk_gb_s=_disk_rate(disk_gb_s))
+    found = {} if measured is None else _read_measured(measured)
+    rate = disk_gb_s or str(found.get("disk_gb_s") or DISK_GB_S)
+    workload = Workload(prompt_tokens, response_tokens, dp_sync, disk_gb_s=_disk_rate(rate))
+    workload = replace(workload, measured=found.get("constants", {}))
     if lengths is not None:
         recorded = recorded_lengths(str(find_start(lengths, output_root())))
         workload = replace(workload, lengths=str(lengths), recorded=recorded)
@@ -280,6 +305,17 @@ def search_layouts(
     with progress_bar("layouts tried", None, "") as advance:
         layouts = search(run, RULES.sizes, dies, workload, top, advance)
     return {"config": config_name, "dies": dies, "modelled": True, "layouts": layouts}
+
+
+def _read_measured(path: Path) -> dict[str, Any]:
+    """Return the content of a bring-up's measured.json; raise ConfigError for any other file."""
+    found = read_object(path) if path.is_file() else {}
+    constants, rate = found.get("constants", []), found.get("disk_gb_s")
+    names = {field.name for field in fields(Constants)}
+    fine = isinstance(constants, dict) and constants.keys() <= names and isinstance(rate, float | None)
+    if not fine or not all(isinstance(value, float) and 0 < value < math.inf for value in constants.values()):
+        raise ConfigError(f"--measured {path}: expected {MEASURED} of a bring-up, found another file, or none")
+    return found
 
 
 def _disk_rate(given: str) -> float:

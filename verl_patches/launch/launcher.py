@@ -38,7 +38,7 @@ from verl_patches.trainer.record import Progress, write_json
 from verl_patches.upstream.checkouts import head_commit
 from verl_patches.upstream.modified import files_text
 
-POLL_S, MEMORY_S = 0.2, 1.0
+POLL_S, MEMORY_S, END_S = 0.2, 1.0, 5.0
 TIMED_OUT = 124  # as timeout(1)
 SOCKET_PATH_BYTES = 107
 _RAY_SOCKET = f"/{environment.RAY_FOLDER}/session_2025-01-01_00-00-00_000000_0000000/sockets/plasma_store"
@@ -170,7 +170,7 @@ def _supervise(
         now = time.monotonic()
         progress.read()
         progress.on_line("")
-        size = sum(path.stat().st_size for path in logs if path.exists())
+        size = _log_bytes(logs)
         if size != log_bytes:
             log_bytes, last_output = size, now
         if now >= next_memory:
@@ -188,7 +188,7 @@ def _supervise(
             code, reason = TIMED_OUT, f"no output for {timeouts.quiet_s:g} s (recipe.timeouts.quiet_s)"
             break
         time.sleep(POLL_S)
-    _end_driver(driver, 5 if run.recipe.ray_address is None else FREE_S + ASK_S)
+    _end_driver(driver, progress, logs, 0.0 if run.recipe.ray_address is None else FREE_S + ASK_S)
     progress.read()
     if reason is None and code:  # read the log before other processes write what ending them causes
         error = last_error(folder / "driver.log")
@@ -203,18 +203,27 @@ def _supervise(
     return code, reason
 
 
-def _end_driver(driver: subprocess.Popen, limit_s: float) -> None:
+def _end_driver(driver: subprocess.Popen, progress: _LineReader, logs: Sequence[Path], limit_s: float) -> None:
     """End the driver first, so that it cannot start more processes while its descendants are ended.
 
-    It ends the run's processes on all nodes, and waits until they have ended (Watcher.close).
+    In a joined Ray it ends the run's processes on all nodes, and waits until they have ended (Watcher.close): it has
+    limit_s if it writes that to its logs within END_S.
     """
-    if driver.poll() is None:
-        driver.terminate()
-        try:
-            driver.wait(limit_s)
-        except subprocess.TimeoutExpired:
+    if driver.poll() is not None:
+        return
+    before, began = _log_bytes(logs), time.monotonic()
+    driver.terminate()
+    while driver.poll() is None:
+        progress.read()
+        lasted = time.monotonic() - began
+        if lasted > limit_s + END_S or (lasted > END_S and _log_bytes(logs) == before):
             driver.kill()
             driver.wait()
+        time.sleep(POLL_S)
+
+
+def _log_bytes(logs: Sequence[Path]) -> int:
+    return sum(path.stat().st_size for path in logs if path.exists())
 
 
 @contextmanager

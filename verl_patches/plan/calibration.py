@@ -8,7 +8,8 @@ the model.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -115,6 +116,29 @@ PUBLISHED_ROWS = (
     PublishedRow("ref, no tensor cache", 156.8, _phase_s("ref", run_without_cache)),
     PublishedRow("ref, tensor cache (second series)", 105.06, _phase_s("ref")),
 )  # fmt: skip
+
+
+def fitted_constants(run: StepInput, measured: Mapping[str, float]) -> dict[str, float]:
+    """Return the constants with which the model gives the measured seconds of a run's phases, one for each phase.
+
+    A phase that was not measured, or that no value of its constant explains, keeps the quoted one.
+    """
+    fixed = {row.name: row.fixes for row in PUBLISHED_ROWS if row.fixes and row.name in step_time(run, CONSTANTS)}
+    found: dict[str, float] = {}
+    for phase, name in fixed.items():
+        low, high = (getattr(CONSTANTS, name) * factor for factor in (1e-4, 1e4))
+
+        def excess(value: float, phase: str = phase, name: str = name) -> float:
+            return step_time(run, replace(CONSTANTS, **{name: value}))[phase] - measured.get(phase, 0.0)
+
+        if excess(low) * excess(high) >= 0 or not measured.get(phase):
+            continue
+        rises = excess(high) > 0
+        for _ in range(60):
+            middle = math.sqrt(low * high)
+            low, high = (low, middle) if (excess(middle) > 0) == rises else (middle, high)
+        found[name] = middle
+    return found
 
 
 def calibration_errors(constants: Constants = CONSTANTS) -> list[dict[str, Any]]:

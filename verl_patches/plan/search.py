@@ -20,7 +20,7 @@ from typing import Any
 from verl_patches.errors import ConfigError, require_checks
 from verl_patches.layout.flops import balanced_layers
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout
-from verl_patches.plan import calibration, expected, memory_plan, plan, step_model
+from verl_patches.plan import expected, memory_plan, plan, step_model
 from verl_patches.plan.step_plan import Workload, step_input
 from verl_patches.run import hccl
 from verl_patches.run.engine_options import decode_graph_sizes
@@ -112,8 +112,8 @@ def _list_layouts(
     model that just fits are refused by it, and the rest of a plan takes most of the time.
     """
     listed, refused, step, planned = [], Counter[str](), step_input(run, workload), 0
-    rollouts = list(_rollout_sides(run, step, splits))
-    pairs = itertools.product(_train_sides(run, step, splits), rollouts)
+    rollouts = list(_rollout_sides(run, step, splits, workload.constants))
+    pairs = itertools.product(_train_sides(run, step, splits, workload.constants), rollouts)
     for train, rollout in heapq.nsmallest(_MOST_PAIRS, pairs, key=lambda pair: pair[0][0] + pair[1][0]):
         advance(1)
         keys = given | train[1] | rollout[1]
@@ -136,7 +136,9 @@ def _list_layouts(
     return listed, refused
 
 
-def _train_sides(run: RunSpec, step: step_model.StepInput, splits: Sequence[int]) -> Sides:
+def _train_sides(
+    run: RunSpec, step: step_model.StepInput, splits: Sequence[int], constants: step_model.Constants
+) -> Sides:
     """Yield (cost, keys) of training layouts with the fewest recomputed layers that leave MARGIN_BYTES of a die."""
     (setting, schedule, unmoved_groups), model = memory_plan.run_memory(run), step.model
     room = run.hardware.seen_bytes - memory_plan.MARGIN_BYTES
@@ -161,11 +163,13 @@ def _train_sides(run: RunSpec, step: step_model.StepInput, splits: Sequence[int]
         tried = replace(tried, passes=replace(passes, recompute_layers=again))
         if expected.phase_peak(update, ranks, tried)["peak_bytes"] <= room:
             one = replace(step, train=layout, recompute_layers=again)
-            cost = step_model.train_s(one, calibration.CONSTANTS) if run.hardware.timed else step_model.train_bytes(one)
+            cost = step_model.train_s(one, constants) if run.hardware.timed else step_model.train_bytes(one)
             yield cost, train_keys(tp, pp, ep, layers)
 
 
-def _rollout_sides(run: RunSpec, step: step_model.StepInput, splits: Sequence[int]) -> Sides:
+def _rollout_sides(
+    run: RunSpec, step: step_model.StepInput, splits: Sequence[int], constants: step_model.Constants
+) -> Sides:
     """Yield (cost, keys) of layouts, of any number of instances, whose weights leave room for the longest response.
 
     A run that does not split experts has instances of TP ranks alone.
@@ -191,9 +195,7 @@ def _rollout_sides(run: RunSpec, step: step_model.StepInput, splits: Sequence[in
         kv_bytes = memory_plan.engine_share(run, layout, step.token_budget, "train", "rollout") - sync.received_bytes
         one = replace(one, kv_bytes=kv_bytes)
         if kv_bytes >= run.longest_tokens * one.model.kv_bytes:
-            seconds = step_model.rollout_s(one, calibration.CONSTANTS) + step_model.reshard_s(
-                sync, calibration.CONSTANTS
-            )
+            seconds = step_model.rollout_s(one, constants) + step_model.reshard_s(sync, constants)
             yield seconds if machine.timed else step_model.rollout_bytes(one) + sync.received_bytes, keys
 
 

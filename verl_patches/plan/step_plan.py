@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from verl_patches.errors import ConfigError
@@ -20,6 +21,7 @@ from verl_patches.plan.memory_plan import RunMemory, recomputation
 from verl_patches.plan.step_model import (
     DP_SYNC_S,
     EMPTY_CACHE_S_PER_BYTE,
+    Constants,
     Lengths,
     Offload,
     StepInput,
@@ -58,7 +60,7 @@ class Workload:
     lengths, expert_load: the runs, if any, that `recorded` and `loads` were read from. recorded: tokens of each prompt,
     and of each response. loads: tokens of the busiest rank's experts over the mean, in training and in rollout, not
     read where routing is balanced. disk_gb_s: rate of the file system with weights and checkpoints, to or from all
-    nodes together.
+    nodes together. measured: constants of the step model that a bring-up has measured, in the place of quoted ones.
     """
 
     prompt_tokens: float | None = None
@@ -69,6 +71,7 @@ class Workload:
     expert_load: str | None = None
     loads: tuple[float, float] = (1.0, 1.0)
     disk_gb_s: float = DISK_GB_S
+    measured: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
 
     def __post_init__(self):
         if self.lengths and (self.prompt_tokens or self.response_tokens):
@@ -79,6 +82,11 @@ class Workload:
                 raise ConfigError(f"--{name.replace('_', '-')} is {value}; expected a number above 0")
         if self.dp_sync not in DP_SYNC_S:
             raise ConfigError(f"--dp-sync is {self.dp_sync!r}; expected one of {', '.join(DP_SYNC_S)}")
+
+    @property
+    def constants(self) -> Constants:
+        """Return the constants of the step model: quoted, or measured."""
+        return replace(CONSTANTS, **self.measured)
 
     @property
     def option(self) -> tuple[str, ...]:
@@ -230,14 +238,23 @@ def _cached_columns(run: StepInput, send_back: bool) -> dict[str, dict[str, int]
 
 
 def step_figures(run: StepInput, workload: Workload) -> dict[str, Any]:
-    """Return seconds by phase, their sum, tokens/s of a die, assumptions, the model's error on each published row."""
-    seconds = step_time(run, CONSTANTS)
-    total = sum(seconds.values())
+    """Return seconds by phase, their sum, tokens/s of a die, assumptions, the model's error on each published row.
+
+    With measured constants each phase, and the sum, has the seconds by the quoted ones beside it.
+    """
+    constants, quoted = workload.constants, step_time(run, CONSTANTS) if workload.measured else {}
+    seconds = step_time(run, constants)
+    total, beside = sum(seconds.values()), {name: {"quoted_s": round(s, 3)} for name, s in quoted.items()}
     absent = [] if run.critic_micro_batch else [phase.schedule_name for phase in STEP_PHASES if phase.critic]
     return {
         "modelled": True,
-        "phases": [{"phase": phase, "seconds": round(s, 3)} for phase, s in seconds.items() if phase not in absent],
+        "phases": [
+            {"phase": phase, "seconds": round(s, 3), **beside.get(phase, {})}
+            for phase, s in seconds.items()
+            if phase not in absent
+        ],
         "total_s": round(total, 2),
+        **({"quoted_total_s": round(sum(quoted.values()), 2)} if quoted else {}),
         "tokens_per_s_per_die": round(tokens_per_s_per_die(run, total), 2),
         "assumed": {
             "prompt_tokens": round(run.lengths.prompt, 1),
@@ -248,7 +265,7 @@ def step_figures(run: StepInput, workload: Workload) -> dict[str, Any]:
             "engine_ratio": run.engine_ratio,
             "not_counted_s": round(COLLECTOR_AND_CORES_SHARE * seconds.get("rollout", 0.0), 2),
         },
-        "constants": {**vars(CONSTANTS), "dp_sync_s": DP_SYNC_S, "empty_cache_s_per_byte": EMPTY_CACHE_S_PER_BYTE},
+        "constants": {**vars(constants), "dp_sync_s": DP_SYNC_S, "empty_cache_s_per_byte": EMPTY_CACHE_S_PER_BYTE},
         "calibration": calibration_errors(),
     }
 

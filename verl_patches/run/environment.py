@@ -13,7 +13,6 @@ from pathlib import Path
 
 from verl_patches.errors import Check
 from verl_patches.memory.schedule import uses_vllm_sleep
-from verl_patches.patching.spec import LEVELS
 from verl_patches.patching.switches import PATCHES_VAR
 from verl_patches.platform.npu import INTERFACE_VARIABLES
 from verl_patches.platform.npu.machine import ld_preload
@@ -141,9 +140,8 @@ def _npu_variables(run: RunSpec) -> dict[str, tuple[str, ...]]:
         "VLLM_USE_V1": ("1", "graph mode and the Ascend scheduler are for engine V1 only"),
         "VLLM_ENABLE_FIX_ROUTE": (route, "recipe.rollout.balanced_routing; must be 0 or 1: unset is a TypeError"),
         "VLLM_ASCEND_MLA_PA": (
-            "1" if recipe.level == LEVELS[-1] else "0",
-            "1, at level tuned: eager decode reads the caches of compressed KV and of rotary keys in place; 0, as in "
-            "the published runs, copies a layer's whole cache at every step",
+            "1" if recipe.rollout.ascend.mla_pa else "0",
+            "recipe.rollout.ascend.mla_pa; 0, as in the published runs, copies a layer's whole cache at every step",
         ),
         "HCCL_CONNECT_TIMEOUT": ("1200", "ranks on many nodes start more than the default 120 s apart (s)"),
         "VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE": ("1" if recipe.rollout.ascend.top_k_optimize else "0", top_k),

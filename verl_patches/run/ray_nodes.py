@@ -9,15 +9,13 @@ join Ray: Ray ends a process that has joined it when the head goes away. JSON is
     {}                          list the living nodes; nothing runs on them
     {job, nodes, limit_s}       wait, without joining Ray and for limit_s at most, until so many nodes of a job are
                                 alive; then list all nodes as `_gcs_nodes` does
-    {command, cwd, limit_s, probes}
+    {command, cwd, limit_s}
                                 run `python COMMAND --head HOST:PORT` on each node, in the folder `cwd` and in the
-                                environment of its raylet, which is that of the run's workers; then run each of
-                                `probes` on all of them together: {name: settings of platform/all_reduce_probe.py}
+                                environment of its raylet, which is that of the run's workers
 
-The program prints ANSWER_PREFIX and {nodes: [{id, address, resources, here, answer, clock}], probes}. `answer` is
+The program prints ANSWER_PREFIX and {nodes: [{id, address, resources, here, answer, clock}]}. `answer` is
 {code, output, error} of the command, None where the node gave none within `limit_s`; `clock` is {ahead_s, within_s}:
-how far the node's clock is ahead of this node's, and how exactly that is known. `probes`: {name: {measured, world} or
-{error}}.
+how far the node's clock is ahead of this node's, and how exactly that is known.
 """
 
 from __future__ import annotations
@@ -188,14 +186,6 @@ def _node_class() -> Any:
 
             return time.time()
 
-        def hold_port(self) -> int:
-            import socket
-
-            self._bound = socket.socket()  # not listening: others do not get the port, the probe's store can bind it
-            self._bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._bound.bind(("", 0))
-            return self._bound.getsockname()[1]
-
         def run(self, command: list[str], limit_s: float, cwd: str | None = None) -> dict[str, Any]:
             import os
             import subprocess
@@ -289,19 +279,15 @@ def answer_request(request: Mapping[str, Any]) -> dict[str, Any]:
     ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     nodes = living_nodes()
     if not request.get("command"):
-        return {"nodes": nodes, "probes": {}}
+        return {"nodes": nodes}
     kind = _node_class()
     actors, limit_s = [start_on_node(kind, node["id"]) for node in nodes], request["limit_s"]
     command = [*request["command"], "--head", ray.get_runtime_context().gcs_address]
     answers = _command_results([actor.run.remote(command, limit_s, request.get("cwd")) for actor in actors], limit_s)
-    answered = []
     for node, actor, answer in zip(nodes, actors, answers, strict=True):
         node["answer"] = answer
         node["clock"] = None if answer is None else _clock_offset(actor)
-        if answer is not None:
-            answered.append((node, actor))
-    probes = request["probes"].items() if answered else ()
-    return {"nodes": nodes, "probes": {name: _run_probe(answered, settings) for name, settings in probes}}
+    return {"nodes": nodes}
 
 
 def _command_results(calls: Sequence[Any], limit_s: float) -> list[dict[str, Any] | None]:
@@ -356,44 +342,10 @@ def _clock_offset(actor: Any) -> dict[str, float] | None:
     return {"ahead_s": ahead_s, "within_s": within_s}
 
 
-def _run_probe(answered: Sequence[tuple[dict[str, Any], Any]], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Run an all-reduce of settings["local"] ranks on each node that answered, over the interface that it reported."""
-    import ray
-
-    first, limit_s = answered[0], settings["limit_s"]
-    try:
-        address = f"{first[0]['address']}:{ray.get(first[1].hold_port.remote(), timeout=CALL_S)}"
-    except ray.exceptions.RayError as error:
-        return {"error": f"{first[0]['address']}: {type(error).__name__}"}
-    calls = []
-    world = settings["local"] * len(answered)
-    for number, (node, actor) in enumerate(answered):
-        own = {**settings, "address": address, "world": world, "first": settings["local"] * number}
-        own["interface"] = _interface(node["answer"]["output"])
-        calls.append(actor.run.remote(["-m", "verl_patches.platform.all_reduce_probe", json.dumps(own)], limit_s))
-    for (node, _), result in zip(answered, _command_results(calls, limit_s), strict=True):
-        if result is None:
-            return {"error": f"{node['address']}: no answer"}
-        if result["code"]:
-            lines = result["error"].strip().splitlines() or ["no message"]
-            return {"error": f"{node['address']}: {lines[-1]}"}
-        if node is first[0]:
-            measured = json.loads(result["output"].strip().splitlines()[-1])
-    return {"measured": measured, "world": world}
-
-
 def read_report(output: str) -> dict[str, Any]:
     """Return the JSON object that starts with the first line that begins with `{`; ValueError where there is none."""
     lines = output.splitlines(keepends=True)
     return json.loads("".join(itertools.dropwhile(lambda line: not line.startswith("{"), lines)))
-
-
-def _interface(output: str) -> str | None:
-    """Return the interface of the one node in a report of `doctor --this-node --json`; None where there is none."""
-    try:
-        return read_report(output)["nodes"][0]["interface"]
-    except (ValueError, LookupError, TypeError):
-        return None
 
 
 if __name__ == "__main__":

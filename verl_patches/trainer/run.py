@@ -29,7 +29,7 @@ from verl_patches.patching.handshake import (
     unreviewed_rows,
 )
 from verl_patches.platform import load_emulation
-from verl_patches.spec import run_from_config
+from verl_patches.spec import run_from_config, write_run
 from verl_patches.step.log_probs import logprob_check, rollout_correction
 from verl_patches.step.log_probs.ratio_settings import parse_correction
 from verl_patches.step.objectives.advantages import FixedData, current_fixed_data
@@ -97,9 +97,13 @@ class TrainerRun:
         """Run `fit` (verl's) after the handshake, and record the outcome in any case."""
         reason, dead = "failed", []
         try:
-            self.compare_patches()
-            self.wrap_groups()
-            result = fit()
+            result = None
+            if self.run.probes:
+                self.probe_devices()
+            else:
+                self.compare_patches()
+                self.wrap_groups()
+                result = fit()
             if self.checkpoints is not None:
                 self.checkpoints.finish()
             reason = "ok"
@@ -116,6 +120,17 @@ class TrainerRun:
             finally:
                 if self.checkpoints is not None:
                     self.checkpoints.abort_save(wait=not dead)  # a dead rank writes no more files
+            self.summary.write()
+
+    def probe_devices(self) -> None:
+        """Let the workers, which have no models, measure RunSpec.probes, and record what each rank returns."""
+        found = self.summary.data["probes"] = {}
+        for what, run in self.run.probes.items():
+            self.progress.say(f"~ measuring {what}")
+            config = self.trainer.config.copy()
+            if run:
+                write_run(config, run)
+            found[what] = self.trainer.actor_rollout_wg.probe(config, what)
             self.summary.write()
 
     def compare_patches(self) -> None:

@@ -19,7 +19,7 @@ from verl_patches.memory.counters import offload_summary
 from verl_patches.memory.ledger import memory_summary, violation_text
 from verl_patches.rewards.parts import REWARD_PREFIX
 from verl_patches.spec import RunSpec
-from verl_patches.step.log_probs.ratio_settings import needs_old_log_probs
+from verl_patches.step.log_probs.ratio_settings import MASKED_SHARE, needs_old_log_probs
 from verl_patches.trainer.validation import read_validation
 
 # columns of the step table after step, reward, grad_norm and |dlogp|: phases that sample and train, the whole step
@@ -62,6 +62,7 @@ def make_record(step: int, metrics: Mapping[str, Any], reports: Sequence[Mapping
         "grad_norm": _finite_number(metrics.get("actor/grad_norm")),
         "critic": critic_figures(metrics),
         "logprob_delta": None,
+        "masked_share": metrics.get(MASKED_SHARE),
         "sync": sync_totals(reported("sync")),
         "memory": memory_summary(reported("memory")),
         "offload": offload_summary(reported("moves")),
@@ -113,7 +114,7 @@ def health_text(record: Mapping[str, Any]) -> str:
 
 
 def record_lines(record: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines below the step's row and its health: traces, memory violations, skipped steps, alarms."""
+    """Yield the lines below the step's row and its health: traces, memory, skipped steps, masked tokens, alarms."""
     step = f"step {record['step']}: "
     if record["profile"]:
         yield step + trace_text(record["profile"])
@@ -121,6 +122,8 @@ def record_lines(record: Mapping[str, Any]) -> Iterator[str]:
         yield text
     if record["skipped"] and record["skipped"]["steps"]:
         yield step + skipped_text(record["skipped"])
+    if record["masked_share"] is not None:
+        yield f"{step}rollout_rs masked {record['masked_share']:.4%} of the response tokens"
     if filtered_groups := record.get("filter_groups"):
         text = "{differ} of {prompts} prompts in {drawn_batches} batches have responses with different rewards"
         yield step + text.format(**filtered_groups)

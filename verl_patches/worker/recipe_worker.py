@@ -72,7 +72,7 @@ _ENGINE_PACKAGES = ("vllm", "vllm_ascend", "verl.workers.rollout", "verl.workers
 class RecipeWorker(TrainingWorker):
     """Override methods of ActorRolloutRefWorker. The attribute of a feature that is off is None."""
 
-    log_prob_sums: Mapping[str, Any] | None = None
+    log_prob_sums: rollout_correction.LogProbSums | None = None
     rebalancer: Rebalancer | None = None
     preemptions: PreemptionCounter | None = None  # on the first rank of a rollout replica
     routing: RoutingReplay | None = None
@@ -99,13 +99,20 @@ class RecipeWorker(TrainingWorker):
     def init_model(self) -> None:
         """Build models, optimizer and rollout with verl, then start the ledger and the schedule.
 
-        Nothing is built if only the critic is trained.
+        Nothing is built if only the critic is trained, or if workers measure devices in place of training.
         """
-        if not self.run.trains_actor:
+        if self.run.probes or not self.run.trains_actor:
             return
         with counters.time_phase("start/models"):
             super().init_model()
         self.memory.register_worker(self, self.trained)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def probe(self, config: Any, what: str) -> Any:
+        """Return what this rank measures of RunSpec.probes; config: the whole configuration, also verl's own keys."""
+        from verl_patches.worker.probe.groups import measure
+
+        return measure(run_from_config(config), what)
 
     def _build_model_optimizer(self, *args: Any, **kwargs: Any) -> tuple:
         if is_on("model.train_dtype"):

@@ -58,6 +58,8 @@ class RecipeCriticWorker(TrainingWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Build model and optimizer with verl, then register them with ledger and schedule."""
+        if self.run.probes:
+            return
         with counters.time_phase("start/models"):
             super().init_model()
         self.memory.register_worker(self, self.trained)
@@ -124,6 +126,8 @@ class RecipeRewardModelWorker(Upstream):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Build the model of each folder with verl, and offload it before the next is built."""
+        if self.run.probes:
+            return
         with counters.time_phase("start/models"):
             for entry in self.run.reward_models:
                 assert entry.path is not None  # rewards/parts.py requires it

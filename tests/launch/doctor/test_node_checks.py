@@ -1,13 +1,11 @@
 """Test the checks of one node: an Atlas A3 node made of published outputs with faults, and this machine."""
 
-import os
 import resource
 import socket
 import subprocess
 import threading
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -19,7 +17,6 @@ from verl_patches.launch.doctor import node_checks, npu_checks
 from verl_patches.launch.doctor.doctor import NODE_ROWS
 from verl_patches.launch.doctor.node_checks import Machine, Node, NodeCheck, Result
 from verl_patches.plan.memory_plan import node_host_bytes
-from verl_patches.platform import all_reduce_probe
 from verl_patches.run.resolve import changed_run
 from verl_patches.upstream.pins import load_pins
 from verl_patches.upstream.versions import installed_line
@@ -58,8 +55,6 @@ def production():
 @pytest.fixture
 def make_node(production, tmp_path, monkeypatch):
     """Make a node of production's config; arguments are changes of its tools' outputs and of its Machine."""
-    measured = {"seconds": 0.001, "bus_bytes_per_s": 1e9}
-    monkeypatch.setattr(all_reduce_probe, "measure_node", lambda *arguments: measured)
     monkeypatch.setattr(npu_checks, "followed_peaks", lambda run: {"peak_bytes": 50 * 10**9})
     monkeypatch.setattr(node_checks, "RATE_BYTES", {True: 1 << 20})
 
@@ -76,7 +71,7 @@ def findings(node, *names):
     return {found.name: found for row in rows for found in row.findings(node, npu=node.npu)}
 
 
-NPU = ("npu health", "npu memory", "npu firmware", "npu links", "hccl")
+NPU = ("npu health", "npu memory", "npu firmware", "npu links")
 
 
 def test_a_healthy_node_passes_every_row_of_its_dies(make_node):
@@ -115,7 +110,6 @@ FAULTS = [  # outputs, {name of each finding that is not fine: a text that it ha
             "npu health: dies": "3 dies",
             "npu memory: card 0, chip 0": "process 632268 (python3.1) holds 197 MB",
             "npu memory: die 15 (card 7, chip 1)": "35.3 GB free",
-            "hccl": "not run: 1 processes use the dies",
         },
     ),
     ({"npu-smi info": recorded.NPU_SMI_NO_DRIVER}, dict.fromkeys(NPU, "npu-smi info printed 'dcmi module init")),
@@ -264,16 +258,6 @@ def test_the_interface_is_the_nodes_own_the_configs_or_the_one_towards_the_head(
     assert (before_ray.state == "note") == (not before_ray.found.endswith("none"))
 
 
-def test_a_probe_takes_the_nodes_own_variables(monkeypatch):
-    seen = []
-    started = SimpleNamespace(wait=lambda: 0)
-    monkeypatch.setattr(all_reduce_probe.subprocess, "Popen", lambda *_, env, **__: seen.append(env) or started)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "its")
-    monkeypatch.setenv("HCCL_SOCKET_IFNAME", "")
-    assert all_reduce_probe.main({"interface": "eth9", "local": 1, "first": 0}) == 0
-    assert (seen[0]["GLOO_SOCKET_IFNAME"], seen[0]["HCCL_SOCKET_IFNAME"]) == ("its", "eth9")
-
-
 def test_disk_holds_the_checkpoints_of_the_model_and_is_measured(make_node, production, tmp_path):
     saving = changed_run(production, {"recipe.output_root": str(tmp_path)}).with_verl({"trainer.save_freq": 10})
     found = findings(replace(make_node(), run=saving), "disk")
@@ -287,9 +271,3 @@ def test_a_check_that_could_not_be_made_is_a_problem_on_npu_only():
     row = NodeCheck("a", "how", "expected", "todo", lambda: [Result(None, "no tool")])
     assert [(f.state, f.found) for f in row.findings(npu=True)] == [("problem", "not run: no tool")]
     assert [(f.state, f.todo) for f in row.findings(npu=False)] == [("not run", "")]
-
-
-def test_a_probe_over_an_interface_that_is_not_there_says_so():
-    """Check the refusal; test_doctor.py checks that the probe sums."""
-    with pytest.raises(RecipeError, match="eth99"):
-        all_reduce_probe.measure_node("gloo", 1, "eth99", os.environ, mib=1)

@@ -170,6 +170,7 @@ def test_an_update_with_verls_own_loss_is_an_error():
     {"rollout_is": "sequence"},
     {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.97_1.1"},
     {"rollout_is": "token", "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.98_1.02"},
+    {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.97_1.02"},
 ])  # fmt: skip
 def test_both_ways_weigh_alike(correction):
     passed, skipped = Worker(**correction), Worker(skip=True, **correction)
@@ -186,6 +187,25 @@ def test_a_cap_of_one_half_halves_the_gradient_and_a_rejected_batch_has_none():
     half = Worker(rollout_is="token", rollout_is_threshold=0.5)  # every ratio is above the cap
     assert torch.equal(half.run(batch(far=0.01)), 0.5 * Worker().run(batch(far=0.01)))
     assert not Worker(rollout_rs="seq_sum_k1", rollout_rs_threshold="7_8").run(batch()).any()
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_the_token_mask_gives_the_gradient_of_icepop(skip):
+    """Check against -mean(M(k) r A), k = pi_actor / pi_rollout: M(k) = k if low <= k <= high, else 0."""
+    low, high = 0.97, 1.05
+    settings = {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_rs": "token_k1"}
+    found = Worker(skip, **settings, rollout_rs_threshold=f"{1 / high}_{1 / low}").run(batch())
+    data, parameter = batch().batch, torch.zeros(LENGTH, requires_grad=True)
+    mask = data["attention_mask"][:, -LENGTH:]
+    k = (data["old_log_probs"] - data["rollout_log_probs"]).exp()
+    inside = ((k >= low) & (k <= high)).float()
+    terms = inside * k * data["advantages"] * parameter.exp()  # r: all log-probs of the actor move by `parameter`
+    means = (terms * mask).sum(-1) / mask.sum(-1)  # a masked token counts in the mean of its sequence
+    (expected,) = torch.autograd.grad(-means.view(2, 2).mean(-1).sum(), parameter)  # two micro batches
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    assert 0 < (inside * mask).sum() < mask.sum()
+    swapped = Worker(skip, **settings, rollout_rs_threshold=f"{low}_{high}").run(batch())  # control
+    assert not torch.allclose(swapped, expected, rtol=1e-2)
 
 
 def test_a_batch_without_rollout_log_probs_has_no_report_and_no_correction():

@@ -1,4 +1,4 @@
-"""Test metrics and weights against closed forms, brute force and numpy, and the effect of a weight on PPO's loss."""
+"""Test metrics and weights against closed forms, brute force and numpy."""
 
 import math
 from types import SimpleNamespace
@@ -38,7 +38,33 @@ def test_metrics_are_those_of_numpy_over_valid_tokens():
         "rollout_corr/kl": (x - y).mean(),
         "rollout_corr/k3_kl": (np.exp(y - x) - (y - x) - 1).mean(),
     }
-    assert metrics == pytest.approx(expected, rel=1e-6)
+    worst = far.argmax()
+    expected |= {
+        "recipe/worst_token/rollout_logprob": x[worst],
+        "recipe/worst_token/actor_logprob": y[worst],
+        "recipe/worst_token/position": mask.nonzero()[worst, 1].item(),
+    }
+    ratios = {name: metrics.pop(name) for name in [*metrics] if name.startswith("recipe/token_ratio/")}
+    assert metrics == pytest.approx(expected, rel=1e-6) and len(ratios) == 5
+
+
+@pytest.mark.parametrize("far", [1e-6, 0.3])
+def test_quantiles_are_those_of_the_sorted_ratios(far):
+    rollout, actor, mask = sides(rows=900, far=far, dtype=torch.float64)
+    metrics = rc.log_prob_metrics(rc.log_prob_sums(rollout, actor, mask))
+    log_ratios = (actor.float() - rollout.float())[mask].double().numpy()
+    percents = ("0.1", "1", "50", "99", "99.9")
+    exact = [np.percentile(log_ratios, float(percent), method="inverted_cdf") for percent in percents]
+    found = [math.log(metrics[f"recipe/token_ratio/p{percent}"]) for percent in percents]
+    assert found == pytest.approx(exact, rel=0.024)
+    assert found != pytest.approx([-value for value in exact], rel=0.024)  # control: the inverse ratio
+
+
+@pytest.mark.parametrize(("ratio", "expected"), [(0.0, 1.0), (900.0, math.exp(20)), (-900.0, math.exp(-20))])
+def test_quantiles_of_one_value(ratio, expected):
+    rollout = torch.full((1, 3), -1.0)
+    metrics = rc.log_prob_metrics(rc.log_prob_sums(rollout, rollout + ratio, torch.ones(1, 3)))
+    assert math.log(metrics["recipe/token_ratio/p50"]) == pytest.approx(math.log(expected), rel=0.024)
 
 
 def test_k3_is_right_where_both_sides_nearly_agree():
@@ -48,14 +74,17 @@ def test_k3_is_right_where_both_sides_nearly_agree():
     assert "recipe/logprob_pearson" not in metrics  # no spread, no correlation
 
 
-@pytest.mark.parametrize("correction", [None, TOKEN, Correction("sequence", 1.1, "seq_mean_k1", (0.8, 1.2))])
+@pytest.mark.parametrize("correction", [
+    None, Correction("token", 2.0, "token_k1", (0.8, 1.2)), Correction("sequence", 1.1, "seq_mean_k1", (0.8, 1.2)),
+])  # fmt: skip
 def test_parts_of_a_batch_add_up_to_the_whole(correction, monkeypatch):
     batch = sides(seed=3, rows=9)
     whole = rc.log_prob_metrics(rc.log_prob_sums(*batch, correction), correction)
     parts = [
         rc.log_prob_sums(*(t[rows] for t in batch), correction) for rows in (slice(0, 1), slice(1, 4), slice(4, 9))
     ]
-    assert rc.log_prob_metrics(rc.merge_sums([*parts, None]), correction) == pytest.approx(whole, rel=1e-12)
+    for order in ([*parts, None], parts[::-1]):
+        assert rc.log_prob_metrics(rc.merge_sums(order), correction) == pytest.approx(whole, rel=1e-12)
     monkeypatch.setattr(rc, "_CHUNK_ROWS", 2)
     assert rc.log_prob_metrics(rc.log_prob_sums(*batch, correction), correction) == pytest.approx(whole, rel=1e-12)
     assert rc.log_prob_metrics(rc.merge_sums([parts[0]]), correction) == {}  # the response without a token
@@ -87,11 +116,28 @@ def test_weights_by_hand():
         (None, 2.0, "seq_sum_k1"): [[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]],  # 2.38 is outside 0.5 to 2
         (None, 2.0, "seq_mean_k1"): [[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]],  # 2.38 ** (1 / 2) is inside
         ("token", 9.0, "seq_sum_k1"): [[2.0, 0.5, 1.0], [0.0, 0.0, 0.0]],
+        (None, 2.0, "token_k1"): [[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]],  # the ratios 2 and 1/2 lie on the bounds
     }
     for (level, cap, reject), rows in expected.items():
         found = rc.importance_weights(rollout, actor, mask, Correction(level, cap, reject, (0.5, 2.0)))
         torch.testing.assert_close(found.weights, torch.tensor(rows), rtol=1e-6, atol=0)
-        assert found.accepted.tolist() == [True, any(rows[1])]
+        accepted = [[True] * 3, [any(rows[1])] * 3]
+        assert found.accepted[mask.bool()].tolist() == torch.tensor(accepted)[mask.bool()].tolist()
+
+
+def test_icepop_by_hand():
+    """Check that each token's weight is its ratio where pi_actor / pi_rollout is in [0.5, 5], else 0."""
+    ratios = torch.tensor([[0.49, 0.51, 1.0, 4.9, 5.1], [0.01, 6.0, 9.0, 9.0, 9.0]], dtype=torch.float64)
+    rollout, mask = torch.full((2, 5), -3.0, dtype=torch.float64), torch.tensor([[1] * 5, [1, 1, 0, 0, 0]])
+    expected = torch.tensor([[0.0, 0.51, 1.0, 4.9, 0.0], [0.0] * 5], dtype=torch.float64)
+    icepop = Correction("token", 5.0, "token_k1", (0.2, 2.0))
+    found = rc.importance_weights(rollout, rollout + ratios.log(), mask, icepop).weights
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    metrics = rc.log_prob_metrics(rc.log_prob_sums(rollout, rollout + ratios.log(), mask, icepop), icepop)
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 4 / 7
+    assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == 1.0  # each sequence has a masked token
+    inverse = Correction("token", 5.0, "token_k1", (0.5, 5.0))  # control: bounds of the other direction
+    assert not torch.equal(rc.importance_weights(rollout, rollout + ratios.log(), mask, inverse).weights, expected)
 
 
 def test_ratios_are_bounded_before_they_overflow():
@@ -99,9 +145,7 @@ def test_ratios_are_bounded_before_they_overflow():
     ratios = rc.importance_weights(rollout, actor, ones, Correction("token", 1e30, None, None)).weights
     torch.testing.assert_close(ratios, torch.tensor([[20.0, -20.0]]).exp())
     rollout, actor = torch.tensor([[-30.0, -0.1]]), torch.tensor([[-0.1, -20.0]])  # k1: -20, not -29.9, and 19.9
-    assert rc.importance_weights(
-        rollout, actor, ones, Correction(None, 2.0, "seq_sum_k1", (0.8, 1.2))
-    ).accepted.tolist() == [True]
+    assert rc.importance_weights(rollout, actor, ones, Correction(None, 2.0, "seq_sum_k1", (0.8, 1.2))).accepted.all()
 
 
 def test_weights_of_bf16_sides_are_fp32():
@@ -116,7 +160,8 @@ def test_a_sequence_is_rejected_by_verls_k1(reject, bounds):
     """Check verl's rule: log(low) <= sum or mean of -clamp(log pi_actor - log pi_rollout, -20, 20) <= log(high)."""
     rollout, actor, mask = sides(seed=2, rows=40, far=0.4, dtype=torch.float64)
     rollout[2, 0], actor[2, 0] = -30.0, 0.0
-    found = rc.importance_weights(rollout, actor, mask, Correction(None, 2.0, reject, bounds)).accepted
+    accepted = rc.importance_weights(rollout, actor, mask, Correction(None, 2.0, reject, bounds)).accepted
+    found = accepted[:, 0]
     low, high = np.log(bounds)
     kept, other_way = [], []
     for x, y, valid in zip(rollout.numpy(), actor.numpy(), mask.numpy(), strict=True):
@@ -124,7 +169,7 @@ def test_a_sequence_is_rejected_by_verls_k1(reject, bounds):
         statistic = k1.sum() / (max(len(k1), 1) if reject == "seq_mean_k1" else 1)
         kept.append(low <= statistic <= high)
         other_way.append(low <= -statistic <= high)
-    assert found.tolist() == kept != other_way
+    assert found.tolist() == kept != other_way and torch.equal(accepted, found.unsqueeze(-1).expand_as(mask))
     assert set(kept) == {True, False}
 
 

@@ -1,1 +1,1 @@
-"""Bring a run up by proof, from one die to all: each rung compares something before the next one starts."""
+"""Bring a machine up by proof, from its operators to a resumed run on one node."""

@@ -19,13 +19,11 @@ from verl_patches.launch import ray_cluster
 from verl_patches.launch.doctor import npu_checks
 from verl_patches.launch.doctor.node_checks import HOST_ROWS, Node, NodeCheck, NotRunError, Result
 from verl_patches.patching.report import Finding, Report
-from verl_patches.platform.all_reduce_probe import MIB, PROBE_S, REPEAT, speed_text
 from verl_patches.run.ray_nodes import read_report
 
 COMMAND = "doctor"
 NODE_ROWS = (*HOST_ROWS, *npu_checks.NPU_ROWS)
 NODE_S = 600  # limit for all checks of a node
-NO_REPORT = {"error": "not measured: no node returned a report"}  # in place of the result of an all-reduce
 _FINDING_KEYS = ("name", "state", "where", "expected", "found", "todo")  # keys of a finding in a node's report
 CLOCK_S = 1.0  # tolerated difference of clocks: times of Ray's heartbeats and of logs are compared between nodes
 
@@ -47,15 +45,11 @@ def check_all_nodes(node: Node, words: Sequence[str]) -> Examination:
 
     If no Ray answers, that is reported as a problem and only this node is checked.
     """
-    settings = {"mib": MIB, "repeat": REPEAT, "limit_s": PROBE_S}
-    probes = {"gloo": {"backend": "gloo", "local": 1, **settings}}
-    if node.npu:
-        probes["hccl"] = {"backend": "hccl", "local": node.dies, **settings}
     command = ["-m", "verl_patches", COMMAND, *words, "--this-node", "--json"]
-    request = {"address": node.run.recipe.ray_address, "command": command, "limit_s": NODE_S, "probes": probes}
+    request = {"address": node.run.recipe.ray_address, "command": command, "limit_s": NODE_S}
     request["cwd"] = os.getcwd()  # folders in the config may be relative
     try:
-        answer = ray_cluster.ask_nodes(request, ray_cluster.ANSWER_S + NODE_S + 2 * PROBE_S)
+        answer = ray_cluster.ask_nodes(request, ray_cluster.ANSWER_S + NODE_S)
     except ConfigError as fault:
         (report, known), row = check_this_node(node), ALL_ROWS[0]
         missing = Finding(row.name, "problem", "", row.expected, str(fault), row.todo)
@@ -126,28 +120,9 @@ def _clocks(node: Node, answer: Mapping[str, Any]) -> Iterator[Result]:
         yield Result(True, f"at most {worst:.3f} s apart")
 
 
-def _gloo(node: Node, answer: Mapping[str, Any]) -> Iterator[Result]:
-    yield _probe_result(answer["probes"].get("gloo", NO_REPORT))
-
-
-def _hccl(node: Node, answer: Mapping[str, Any]) -> Iterator[Result]:
-    npu_checks.require_npu(node)
-    yield _probe_result(answer["probes"].get("hccl", NO_REPORT))
-
-
-def _probe_result(result: Mapping[str, Any]) -> Result:
-    if "error" in result:
-        return Result(False, result["error"])
-    return Result(True, speed_text(result["measured"], f"{result['world']} ranks, {MIB} MiB"))
-
-
 ALL_ROWS = (
     NodeCheck("nodes", "Ray's nodes, and `doctor --this-node` on each", "trainer.nnodes with trainer.n_gpus_per_node",
         f"start the missing nodes: {our_command('plan', 'CONFIG')} prints the commands", _node_count),
     NodeCheck("clocks", "difference from this node's clock, corrected by the round-trip time",
         f"at most {CLOCK_S:g} s from most nodes", "chronyc makestep, or systemctl restart chronyd", _clocks),
-    NodeCheck("gloo, all nodes", "an all-reduce with one process per node", "the correct sum",
-        "ping and nc between the nodes' addresses; open the firewall between them", _gloo),
-    NodeCheck("hccl, all nodes", "an all-reduce over all dies of all nodes", "the correct sum",
-        "ls ~/ascend/log/debug/plog: HCCL's errors", _hccl),
 )  # fmt: skip

@@ -25,7 +25,7 @@ import psutil
 from verl_patches.errors import config_error_text, our_command
 from verl_patches.patching.report import NOT_RUN, Finding
 from verl_patches.plan.memory_plan import node_host_bytes
-from verl_patches.platform import all_reduce_probe
+from verl_patches.plan.step_plan import disk_figures
 from verl_patches.platform.npu import INTERFACE_VARIABLES, interface_towards, refuse_loopback, require_interface
 from verl_patches.processes import port_holder
 from verl_patches.run import hccl
@@ -36,7 +36,7 @@ from verl_patches.upstream import versions
 from verl_patches.upstream.pins import load_pins
 
 TOOL_S = 30
-CHECK_S = 200  # limit of one check; more than all_reduce_probe.PROBE_S
+CHECK_S = 200  # limit of one check
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 GIB, GB = 1 << 30, 1e9
 # {on npu: least limit}; on npu 16 workers have Ray's and HCCL's sockets and some hundred threads each
@@ -205,6 +205,10 @@ def _disk(node: Node) -> Iterator[Result]:
         written, read = disk_rates(place, RATE_BYTES[node.npu])
         rates = f"writes {written / GB:.2f} GB/s, reads {read / GB:.2f} GB/s"
         found = f"{rates} (one process, {RATE_BYTES[node.npu] >> 20} MiB)"
+        for part, rate in (("save", written), ("load", read)):
+            for needed in disk_figures(node.run, node.nodes * rate / GB)["parts"]:
+                if needed["part"] == part:
+                    found += f"; at {node.nodes} x this a {part} takes {needed['seconds']:.0f} s"
         yield Result(True, found, "a file can be written", name=f"rate in {place}")
 
 
@@ -310,12 +314,6 @@ def _ports(node: Node) -> Iterator[Result]:
     yield Result(not taken, found, f"{first} to {last} free", todo + "base_port", "HCCL, free")
 
 
-def _gloo(node: Node) -> Iterator[Result]:
-    name = node.interface[0] if node.interface else "lo"
-    measured = all_reduce_probe.measure_node("gloo", 2, name, node.machine.environ)
-    yield Result(True, all_reduce_probe.speed_text(measured, f"2 processes, {all_reduce_probe.MIB} MiB, {name}"))
-
-
 HOST_ROWS = (
     NodeCheck("versions", "as `versions` does: packages, commits, edited files, driver, firmware, CANN, variables",
         "configs/upstream.yaml", our_command("versions", "--line", "LINE"), _versions),
@@ -333,6 +331,4 @@ HOST_ROWS = (
         "ip -brief address lists them; set recipe.hccl.interface, or HCCL_, GLOO_ and TP_SOCKET_IFNAME", _interface),
     NodeCheck("ports", "sysctl's ephemeral range, and binding each port", "outside the ephemeral range",
         "sysctl -w net.ipv4.ip_local_reserved_ports=61000-61143, or change recipe.hccl.base_port", _ports),
-    NodeCheck("gloo", "an all-reduce of 2 processes on this node", "the correct sum",
-        "ip -brief address; the interface must carry this node's own address", _gloo),
 )  # fmt: skip

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 from verl_patches.launch.doctor.node_checks import Node, NodeCheck, NotRunError, Result
 from verl_patches.plan.memory_plan import followed_peaks
-from verl_patches.platform import all_reduce_probe
 from verl_patches.platform.npu.npu_tools import (
     HEALTH_OK,
     NO_IP_TEXT,
@@ -22,19 +21,14 @@ from verl_patches.platform.npu.npu_tools import (
     parse_npu_smi,
 )
 
-MIB = 1 << 20  # bytes; all_reduce_probe.MIB is the size of its tensor in MiB
+MIB = 1 << 20
 _BOARD_FIELDS = ("Compatibility", "Software Version", "Firmware Version")
 
 
-def require_npu(node: Node) -> None:
-    """Raise NotRunError where the run is for another platform."""
+def read_npu_smi(node: Node) -> NpuSmi:
+    """Return the table of npu-smi on this node; raise NotRunError without one, and on other platforms."""
     if not node.npu:
         raise NotRunError(f"only for NPUs: recipe.platform is {node.run.recipe.platform}")
-
-
-def read_npu_smi(node: Node) -> NpuSmi:
-    """Return the table of npu-smi on this node; raise NotRunError without one."""
-    require_npu(node)
     if node.npu_smi is None:
         raise NotRunError("npu-smi is not installed", "mount it from the host, as scripts/start_container.sh does")
     if isinstance(node.npu_smi, Exception):
@@ -134,15 +128,6 @@ def _link_faults(node: Node, die: Die) -> tuple[list[Result], bool]:
     return faults, True
 
 
-def _hccl(node: Node) -> Iterator[Result]:
-    smi = read_npu_smi(node)
-    if smi.processes:
-        raise NotRunError(f"{len(smi.processes)} processes use the dies", "end them; the check npu memory lists them")
-    name = node.interface[0] if node.interface else None
-    measured = all_reduce_probe.measure_node("hccl", node.dies, name, node.machine.environ)
-    yield Result(True, all_reduce_probe.speed_text(measured, f"{node.dies} dies, {all_reduce_probe.MIB} MiB"))
-
-
 NPU_ROWS = (
     NodeCheck("npu health", "npu-smi info", "every die OK", "npu-smi info -t health -i CARD; dmesg", _health),
     NodeCheck("npu memory", "npu-smi info, memory and processes of each die", "free memory for the run's modelled peak",
@@ -151,6 +136,4 @@ NPU_ROWS = (
         "install driver and firmware of one release, then reboot the host", _board),
     NodeCheck("npu links", "npu-smi info -t hccs; hccn_tool -ip, -link, -net_health of each die",
         "HCCS OK; a port with an address is UP and healthy", "hccn_tool -i DIE -link_stat -g", _links),
-    NodeCheck("hccl", "an all-reduce over the node's dies, when no process uses them", "the correct sum",
-        "ls ~/ascend/log/debug/plog: HCCL's errors", _hccl),
 )  # fmt: skip

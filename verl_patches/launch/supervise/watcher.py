@@ -54,7 +54,7 @@ class Watcher:
     """Watch a run of `world` ranks, whose record is in `folder`.
 
     stops: whether a stall ends the run, or is only logged and recorded, once. say(text): gets the progress of the
-    start
+    start.
     """
 
     def __init__(self, folder: Path, bounds: Bounds, world: int, stops: bool = True, say: Callable = lambda text: None):

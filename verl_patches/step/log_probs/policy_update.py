@@ -106,7 +106,7 @@ class PolicyUpdate:
         if not is_metrics_rank():
             return None
         if not self.compared:
-            return {"sum": self.sums, "max": {}}
+            return rollout_correction.LogProbSums(self.sums)
         rollout, actor, mask = map(torch.cat, zip(*self.compared, strict=True))
         return rollout_correction.log_prob_sums(rollout, actor, mask, self.correction)
 

@@ -16,6 +16,7 @@ from verl_patches.spec import RunSpec
 from verl_patches.step.log_probs.logprob_check import incomparable_reason
 
 _SKIP_KEY, _CORRECTION_KEY = "recipe.train.skip_old_log_prob", "recipe.rollout_correction"
+MASKED_SHARE = "rollout_corr/rollout_rs_masked_fraction"  # verl's name of the share of tokens that rollout_rs rejects
 _ACTOR = "actor_rollout_ref.actor"
 _RANDOM_KEYS = ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps")
 
@@ -24,8 +25,9 @@ _RANDOM_KEYS = ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps")
 class Correction:
     """Hold recipe.rollout_correction with weights, rejection or both on.
 
-    level: token or sequence, whose ratio is a token's weight; cap: the highest weight. reject: seq_sum_k1 or
-    seq_mean_k1, by which a sequence is rejected; bounds: lowest and highest pi_rollout / pi_actor of an accepted one.
+    level: token or sequence, whose ratio is a token's weight; cap: the highest weight. reject: token_k1, by which a
+    token is rejected, or seq_sum_k1 or seq_mean_k1, by which a sequence is; bounds: lowest and highest
+    pi_rollout / pi_actor of an accepted one.
     """
 
     level: str | None

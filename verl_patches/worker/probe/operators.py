@@ -80,6 +80,23 @@ class OperatorCase:
     on_host: tuple[str, ...]
     slopes: tuple[str, ...]
 
+    @property
+    def title(self) -> str:
+        """Return the names of the operators."""
+        return " + ".join(self.names)
+
+    @property
+    def shape(self) -> str:
+        """Return the shapes of the first tensors."""
+        return ", ".join(f"{name} {list(x.shape)}" for name, x in [*self.tensors()][:3])
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, tensor) of the arguments that are tensors, or lists of them."""
+        for name, value in self.arguments.items():
+            for each in value if isinstance(value, list) else [value]:
+                if isinstance(each, torch.Tensor):
+                    yield name, each
+
     def results(self, call: Callable, arguments: dict[str, Any]) -> list[torch.Tensor]:
         """Return what is compared of one call: returned tensors, arguments that it writes, and gradients."""
         leaves = [arguments[name].requires_grad_() for name in self.slopes]
@@ -92,12 +109,18 @@ class OperatorCase:
         return [x.detach() for x in found] + [arguments[name] for name in self.written]
 
 
-def check_operators(run: RunSpec) -> list[OperatorRow]:
+def check_operators(run: RunSpec, done: set[tuple[str, str]]) -> list[OperatorRow]:
     """Return a row for each operator that the run's training and rollout call on one device, this process's own.
 
-    Packages of line pypi call no operator of a device. MC2 needs several ranks (`check_mc2`).
+    done: (operators, shape) of rows of earlier calls, which are left out; those of this call are added. Packages of
+    line pypi call no operator of a device. MC2 needs several ranks (`check_mc2`).
     """
-    return [_compare(run, case) for case in operator_cases(run)]
+    rows = []
+    for case in operator_cases(run):
+        if (case.title, case.shape) not in done:
+            done.add((case.title, case.shape))
+            rows.append(_compare(run, case))
+    return rows
 
 
 def check_mc2(run: RunSpec, group: dist.ProcessGroup) -> OperatorRow:
@@ -118,11 +141,9 @@ def operator_cases(run: RunSpec) -> Iterator[OperatorCase]:
 
 
 def _compare(run: RunSpec, case: OperatorCase) -> OperatorRow:
-    listed = {name: value if isinstance(value, list) else [value] for name, value in case.arguments.items()}
-    tensors = [(name, x) for name, values in listed.items() for x in values if isinstance(x, torch.Tensor)]
-    tolerance = max((TOLERANCES[x.dtype] for _, x in tensors if x.is_floating_point()), default=0.0)
-    shape = ", ".join(f"{name} {list(x.shape)}" for name, x in tensors[:3])
-    row = functools.partial(OperatorRow, " + ".join(case.names), shape, tolerance=tolerance)
+    kinds = [x.dtype for _, x in case.tensors() if x.is_floating_point()]
+    tolerance = max((TOLERANCES[kind] for kind in kinds), default=0.0)
+    row = functools.partial(OperatorRow, case.title, case.shape, tolerance=tolerance)
     fp32 = _mapped(case.arguments, lambda x: x.to(torch.float32 if x.is_floating_point() else x.dtype, copy=True))
     references = case.expected or functools.partial(case.call, *(_REFERENCES.get(name) for name in case.names))
     expected = case.results(references, fp32)
@@ -374,14 +395,19 @@ def _cache_cases(run: RunSpec, make: _Maker, B: int) -> Iterator[OperatorCase]:
         read = {"block_table": table, "context_lens": lengths, "seq_starts": torch.zeros_like(lengths), "cumsum": False}
         read |= {"key": make(int(lengths.sum()), 1, L), "value": make(int(lengths.sum()), 1, R)}
         yield _case("npu_paged_cache_load", **caches, **read, written=("key", "value"))
-    scheduler = run.ascend.get("ascend_scheduler_config") or {}
-    if not run.graphs or not scheduler.get("enabled"):  # vLLM's own scheduler mixes decodes with prompts, eagerly
-        rotary = {"positions": lengths.long() - 1, "query": make(B, N * R), "key": make(B, R), "head_size": R}
-        rotary |= {"cos_sin_cache": make(S, R), "is_neox_style": False}
-        yield _case("_npu_rotary_embedding", **rotary, written=("query", "key"))
+    # decode without a graph, as that of a rank whose peers take prompts
+    rotary = {"positions": lengths.long() - 1, "query": make(B, N * R), "key": make(B, R), "head_size": R}
+    rotary |= {"cos_sin_cache": make(S, R), "is_neox_style": False}
+    yield _case("_npu_rotary_embedding", **rotary, written=("query", "key"))
+    if run.recipe.rollout.ascend.mla_pa:
         read = {"q_nope": make(B, N, L), "q_rope": make(B, N, R), "ctkv": latents, "k_rope": keys, "kv_headnum": 1}
         read |= {"block_tables": table, "context_lens": lengths, "q_headnum": N, "qk_scale": scale}
         yield _case("npu_multi_head_latent_attention", **read, on_host=("context_lens",))
+    else:
+        read = {"query": make(B, N, L + R), "key_cache": torch.cat((latents, keys), -1), "num_kv_heads": 1}
+        read |= {"num_heads": N, "scale_value": scale, "block_table": table, "context_lens": lengths}
+        read |= {"mla_vheadsize": L, "out": make(B, N, L)}
+        yield _case("_npu_paged_attention_mla", **read, written=("out",), on_host=("context_lens",))
     if not run.graphs:
         return
     yield _case("npu_interleave_rope", x=make(B, N, 1, R), **angles)
