@@ -61,18 +61,15 @@ class Train:
     skip_old_log_prob: the update uses its own log-probs as the old ones, and the actor's separate pass for them is
     left out. Refused unless the update is one mini batch and one epoch (step/log_probs/ratio_settings.py).
     importance_ratio: the ratio that the update clips: token is the ratio of each token's new and old probability,
-    sequence the geometric mean of these over the sequence (GSPO). sequence needs loss_agg_mode=seq-mean-token-mean
-    (step/log_probs/ratio_settings.py).
+    sequence the geometric mean of these over the sequence (GSPO). sequence needs loss_agg_mode=seq-mean-token-mean.
     routing_replay: R2 records the routed experts of every token in the actor's pass for old log-probs, and the update
     selects them again (step/replay/routing_replay.py); null: each pass routes by itself.
-    max_skipped_steps: end the run after this many optimizer steps in a row that were skipped because a gradient is NaN
-    or infinite (worker/step_guard.py).
+    max_skipped_steps: end the run after this many optimizer steps in a row with a gradient that is NaN or infinite.
 
     The other keys are for line a3; model/mindspeed/arguments.py maps each to an engine argument. Line pypi accepts only
     their defaults.
 
-    swap_optimizer: keep optimizer states on the host and bring them to the device in pieces of whole tensors during
-    the update (MindSpeed's swap_optimizer).
+    swap_optimizer: keep optimizer states on the host; the update brings them to the device in pieces of whole tensors.
     swap_optimizer_times: a piece holds at most 1/swap_optimizer_times of the states, or one tensor.
     use_fused_rmsnorm, use_fused_swiglu, use_fused_rotary_pos_emb: MindSpeed's fused kernel of that name.
     use_fused_moe_token_permute_and_unpermute: MindSpeed's fused kernels that order tokens by expert, and back.
@@ -83,8 +80,7 @@ class Train:
     moe_alltoall_overlap_comm: overlap the experts' exchange with computation.
     overlap_grad_reduce: reduce gradients in the backward pass of the last micro batch, bucket by bucket, instead of
     after it. Only the first pipeline stage has several buckets.
-    ddp_bucket_size: parameters of a bucket; null is Megatron's size, 40 million, or a million for each data-parallel
-    rank if that is more.
+    ddp_bucket_size: parameters of a bucket; null is Megatron's: 40 million, or more above 40 data-parallel ranks.
     distributed_timeout_minutes: time limit of a training collective; HCCL's own, on NPUs, is a minute less.
     moe_router_bias_update_rate: step size of the router's correction bias, towards experts with few tokens of the
     update; 0 leaves the biases unchanged. No auxiliary loss is used.
@@ -280,8 +276,7 @@ class LogprobCheck:
     action: stop ends the run with an error, report only prints and stores, off does not compare.
     every: null compares the responses of every step, which needs temperature 1 with top-p and top-k off. N samples
     extra sequences for the check in the first step and each N-th after it; the step itself does not change.
-    sequences: number of those extra sequences over all rollout replicas, equally many each, of at most 256 tokens;
-    null is one a replica.
+    sequences: number of those sequences over all replicas, equally many each, of at most 256 tokens; null: one each.
     max_mean_fp32, max_mean_bf16: limit of mean |delta| for this training dtype.
     """
 
@@ -372,13 +367,15 @@ class Alarms:
     """Raise named alarms over the record of each step (trainer/alarms.py). A bound of null switches its alarm off.
 
     action: warn prints and records an alarm, stop ends the run at the first one.
-    expert_load: raise expert_collapse where the largest load of an expert is above this multiple of the mean; needs
-    recipe.expert_load.
+    expert_load: raise expert_collapse where an expert has more than this multiple of the mean (recipe.expert_load).
     length_share: raise length_collapse where responses are shorter than this share of the median of the first steps.
     at_limit: raise length_limit where more than this share of the responses ends at the length limit.
     dlogp_factor: raise dlogp_drift where the mean |dlogp| is above this multiple of the median of the first steps.
     baseline_steps: number of this process's first steps from which the medians are taken; before that many steps
     length_collapse and dlogp_drift are not raised.
+    growth: raise rss_growth, device_growth or seconds_growth where the memory of a process or of a device, or the
+    seconds of a step, grow by more than this share in 20 steps.
+    max_growth: end the run, whatever `action` is, where one of these grows by more than this share.
     """
 
     action: Annotated[str, choices("warn", "stop")] = "warn"
@@ -387,6 +384,8 @@ class Alarms:
     at_limit: Share | None = None
     dlogp_factor: Factor | None = 10.0
     baseline_steps: Count = 5
+    growth: Positive | None = 0.1
+    max_growth: Positive | None = None
 
 
 @dataclass

@@ -35,6 +35,7 @@ from verl_patches.errors import interruption_text
 from verl_patches.run.record.plots import memory_figure, run_figure, save_figure
 from verl_patches.run.record.report import figures
 from verl_patches.tools.data.from_rollouts import Choice, write_rollout_data
+from verl_patches.tools.data.samples import read_samples
 
 pytestmark = pytest.mark.slow
 PHASES = {"rollout", "reward", "ref", "update", "reshard", "offload"}
@@ -52,6 +53,10 @@ def test_three_steps_leave_a_complete_record(smoke, tmp_path):
         assert step["rewards"].keys() == {"by_source", "by_source/acc", "by_source/format"}
         assert step["rewards"]["by_source"] == pytest.approx(step["reward"])
         assert 0 <= step["slowest_sample"]["sample"] < 8 and step["slowest_sample"]["uid"]
+        usage = step["usage"]
+        assert usage["node_bytes"] > usage["rss_bytes"] > 1e8 and usage["object_store_bytes"] >= 0
+    health = re.findall(r"^ {5}longest response \d+ tokens, \d+% cut; .*slowest reward ", run.output, re.MULTILINE)
+    assert len(health) == 3
     assert all(f"{name} s" in run.progress for name in PHASES) and summary["logprob_delta"]["mean"] < 1e-5
     stages = list(dict.fromkeys(re.findall(r"^\[ *\d+ s\] (.*)", run.output, re.MULTILINE)))  # until step 1
     assert (
@@ -97,10 +102,12 @@ def test_recorded_rollouts_have_their_rewards_and_become_data(smoke, tmp_path):
         found = load_file(run.folder / "rollouts" / f"scores_{step['step']}.safetensors")
         assert found["score"].mean().item() == pytest.approx(step["reward"])
         assert torch.equal(found["score"], found["reward/by_source"])  # its weight is 1
+        assert found["dlogp/max"].max().item() == pytest.approx(step["logprob_delta"]["max"])
         assert step["rewards"]["by_source/format"] == pytest.approx(found["reward/by_source/format"].mean().item())
         first, second = (responses["prompts"][at::2] for at in (0, 1))
         assert torch.equal(first, second) and torch.equal(found["uid"][::2], found["uid"][1::2])
         assert len(found["uid"].unique(dim=0)) == len(first)
+    assert all(one["gold"] and one["data_source"] and one["tokens"] for one in read_samples(run.folder))
     report = write_rollout_data(run.folder, tmp_path / "best", Choice())
     rows = parquet.read_table(tmp_path / "best" / "train.parquet").to_pylist()
     assert report["steps"] == 3 and report["responses"] == 24 and 0 < len(rows) == report["rows"] <= 12

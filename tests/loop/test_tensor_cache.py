@@ -6,6 +6,7 @@ import re
 import pytest
 from loop_runs import ARRIVAL_ORDER, PPO, hook, read_metrics
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.near_ties import norm_tolerance
 from verl_patches.step.batches.limits import trainer_bytes
@@ -63,6 +64,10 @@ def assert_validated(run):
         assert line.items() >= each["val"]["metrics"].items() and each["step"] == line["step"]
     assert all(0 < step["seconds"]["validate"] < step["seconds"]["step"] for step in run.steps)
     assert all(step["seconds"]["rollout"] > 0 and step["memory"]["violations"]["count"] == 0 for step in run.steps)
+    events = EventAccumulator(str(run.folder / "tensorboard")).Reload()
+    tables = [event for tag in events.Tags()["tensors"] if "val/generations" in tag for event in events.Tensors(tag)]
+    assert [table.step for table in tables] == [0, 1, 2]
+    assert all(table.tensor_proto.string_val[0].count(b"**Score:**") == 8 for table in tables)
     last = f"{validations[-1]['val']['score']:.4f}"
     assert re.search(rf"^- +2 .* {last}$", run.progress, re.MULTILINE)
 

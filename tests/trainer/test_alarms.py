@@ -5,7 +5,7 @@ import math
 import pytest
 
 from verl_patches.recipe import Alarms
-from verl_patches.trainer.alarms import step_alarms
+from verl_patches.trainer.alarms import AlarmError, check_alarms, step_alarms
 
 
 def record(**changes):
@@ -14,6 +14,9 @@ def record(**changes):
         "grad_norm": 1.0,
         "skipped": {"steps": 0},
         "expert_load": {"train": {"max_over_mean": 3.0}, "rollout": None},
+        "seconds": {"step": 10.0},
+        "usage": {"rss_bytes": 5_000_000_000},
+        "profile": None,
     }
     return {**step, "tokens": tokens, "logprob_delta": {"mean": 1e-6}, **changes}
 
@@ -73,3 +76,51 @@ def test_null_switches_an_alarm_off():
     step = record(**load(99.0), logprob_delta={"mean": 1.0}) | lengths(1.0)
     assert names(step) == ["expert_collapse", "length_collapse", "dlogp_drift"]
     assert names(step, expert_load=None, length_share=None, dlogp_factor=None) == []
+
+
+def growing(key, share, count=22, noise=0.005, **changes):
+    """Return records of `count` steps in which a value grows by `share` of its middle in 20 steps, with noise.
+
+    Every sixth step, which also validates or saves, has half as much again.
+    """
+    shares = [1 + share * (number - count / 2) / 20 + noise * (-1) ** number for number in range(count)]
+    shares = [each + 0.5 * (number % 6 == 0) for number, each in enumerate(shares)]
+    if key == "seconds":
+        return [record(seconds={"step": 10 * each}, **changes) for each in shares]
+    return [record(usage={key: round(5e9 * each)}, **changes) for each in shares]
+
+
+def growths(records, **bounds):
+    return names(records[-1], records[:-1], **bounds)
+
+
+@pytest.mark.parametrize(
+    ("key", "alarm"), [("rss_bytes", "rss_growth"), ("device_bytes", "device_growth"), ("seconds", "seconds_growth")]
+)
+def test_a_growth_is_a_slope_over_steps_that_single_steps_do_not_hide_or_feign(key, alarm):
+    assert growths(growing(key, 0.15)) == [alarm] and growths(growing(key, 0.05)) == []
+    assert growths(growing(key, -0.5)) == growths(growing(key, 0.15), growth=None) == []
+    assert growths(growing(key, 0.15), growth=0.2) == [] and growths(growing(key, 0.05), growth=0.03) == [alarm]
+    assert growths(growing(key, 0.15, count=20)) == []  # 19 steps without the first, which builds and compiles
+    assert growths(growing(key, 0.15, profile={"files": []})) == []  # their times are not comparable
+    assert growths(growing(key, 0.15, noise=0.1)) == []  # cannot be told from no growth
+
+
+def test_longer_steps_of_longer_responses_and_of_validations_are_no_growth():
+    records = growing("seconds", 0.3)
+    for one in records:
+        one["tokens"] = {**one["tokens"], "total": 100 * one["seconds"]["step"]}
+    assert growths(records) == []
+    records = [record(seconds={"step": 10.0 + number, "validate": float(number)}) for number in range(22)]
+    assert growths(records) == []
+
+
+def test_a_growth_ends_the_run_beyond_its_own_bound_only():
+    found = {"step": 30, "alarms": [{"name": "rss_growth", "value": 0.4, "text": "grows"}]}
+    check_alarms(found, Alarms())
+    check_alarms(found, Alarms(max_growth=0.5))
+    with pytest.raises(AlarmError, match="step 30: alarm rss_growth: grows. recipe.alarms.max_growth is 0.3"):
+        check_alarms(found, Alarms(max_growth=0.3))
+    assert growths(growing("rss_bytes", 0.05), growth=None, max_growth=0.03) == ["rss_growth"]
+    other = {"step": 30, "alarms": [{"name": "length_limit", "value": 0.9, "text": "long"}]}
+    check_alarms(other, Alarms(max_growth=0.3))

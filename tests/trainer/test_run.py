@@ -16,7 +16,7 @@ from verl_patches.step.objectives.advantages import FixedData
 from verl_patches.trainer import run
 from verl_patches.trainer.alarms import AlarmError, SkippedStepsError
 from verl_patches.trainer.record import Progress, Summary
-from verl_patches.trainer.step_record import NARROW_COLUMNS, WIDE_COLUMNS, table_header
+from verl_patches.trainer.step_record import NARROW_COLUMNS, WIDE_COLUMNS, health_text, table_header
 
 CORE = "val-core/maths/reward/mean@1"
 REPORT = {  # what a worker reports of a step in which nothing happened
@@ -24,6 +24,7 @@ REPORT = {  # what a worker reports of a step in which nothing happened
     "seconds": {},
     "sync": [],
     "moves": [],
+    "usage": {"rss_bytes": 3 << 40, "pinned_bytes": 5, "device_bytes": 7},
     "expert_load": {"train": {"max_over_mean": 1.5}, "rollout": None},
 }
 
@@ -100,17 +101,22 @@ def test_a_skipped_step_is_in_the_table_and_the_record_and_too_many_end_the_run(
     assert steps[-1]["grad_norm"] is None and metrics["recipe/skipped_steps"] == 1
 
 
-def test_the_slowest_reward_has_a_line_and_other_numbers_of_a_part_a_metric(made):
+def test_a_step_has_a_line_of_its_health_and_curves_of_what_it_uses(made):
     slowest = {"sample": 3, "uid": "u", "data_source": "d", "seconds": 2.5}
     rewards = {"python": 0.5, "python/acc": 0.25}
     made.group.end_step = lambda: {"rewards": rewards, "slowest_sample": slowest}
     lines = after_steps(made, 4)
-    assert "| step 4: the slowest reward took 2.5 s: sample 3, uid u, data_source d" in lines
+    health = "slowest reward 2.50 s (sample 3 of d); busiest expert of train 1.5 x the mean"
+    assert f"=      {health}" in lines
     (step,) = json.loads(made.summary.path.read_text())["steps"]
     (metrics,) = map(json.loads, made.summary.path.with_name("metrics.jsonl").read_text().splitlines())
     assert step["slowest_sample"] == slowest and metrics["reward/python/acc"] == step["rewards"]["python/acc"] == 0.25
-    made.group.end_step = lambda: {"rewards": rewards, "slowest_sample": {**slowest, "seconds": 0.5}}
-    assert len([line for line in after_steps(made, 5) if "slowest" in line]) == 1
+    assert metrics["recipe/slowest_reward_s"] == 2.5
+    assert {f"recipe/usage/{name}": size for name, size in step["usage"].items()}.items() <= metrics.items()
+    # the largest process is a worker; the node's memory is measured by the controller alone
+    assert step["usage"].pop("node_bytes") > 1 << 20 and step["usage"] == REPORT["usage"]
+    record = {**step, "preempted": 2, "tokens": {"response_max": 64.0, "at_limit": 0.25}}
+    assert health_text(record) == f"longest response 64 tokens, 25% cut; 2 preempted; {health}"
 
 
 def test_dead_workers_are_named_with_rank_pid_node_and_step(made):

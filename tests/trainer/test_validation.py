@@ -1,11 +1,14 @@
-"""Test a validation's metrics: pass@k by hand and against all draws, and verl's metrics that the record keeps."""
+"""Test a validation's metrics: pass@k by hand and against all draws, those that the record keeps; and its samples."""
 
+import importlib.util
 import itertools
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from verl.trainer.ppo.metric_utils import process_validation_metrics
+from verl.utils import tracking
 
-from verl_patches.trainer.validation import pass_at_k, read_validation, with_pass_at_k
+from verl_patches.trainer.validation import add_tensorboard_samples, pass_at_k, read_validation, with_pass_at_k
 
 
 @pytest.mark.parametrize(("n", "correct"), [(4, 0), (4, 1), (4, 3), (4, 4), (7, 2)])
@@ -53,3 +56,34 @@ def test_the_score_is_the_mean_of_the_sources_and_a_step_without_validation_has_
     found = read_validation({**metrics, "critic/score/mean": 9.0})
     assert found["score"] == 0.5 and list(found["metrics"]) == [*metrics][:4]
     assert read_validation({"critic/score/mean": 0.5, "val-aux/a/reward/mean@1": 0.5}) is None
+
+
+def logged_samples(logger, folder, monkeypatch):
+    """Return the texts of two samples in TensorBoard, after verl's logger of validation samples has logged them."""
+    monkeypatch.setenv("TENSORBOARD_DIR", str(folder))
+    add_tensorboard_samples(logger)
+    logger.log(["console", "tensorboard"], [("1 + 1?", "It is 2", 1.0), ("2 + 2?", "5", 0.0)], 3)
+    logger.log(["console"], [("not", "written", 0.0)], 4)
+    events = EventAccumulator(str(folder)).Reload()
+    tags = events.Tags()["tensors"]
+    return [(each.step, each.tensor_proto.string_val[0].decode()) for tag in tags for each in events.Tensors(tag)]
+
+
+def assert_both_samples_are_there(found):
+    ((step, text),) = found
+    assert step == 3 and all(part in text for part in ("1 + 1?", "It is 2", "1.0", "2 + 2?", "5", "0.0"))
+
+
+def test_validation_samples_are_in_tensorboard(tmp_path, monkeypatch):
+    assert_both_samples_are_there(logged_samples(tracking.ValidationGenerationsLogger(), tmp_path, monkeypatch))
+
+
+@pytest.mark.upstream
+def test_validation_samples_are_in_tensorboard_on_line_a3_whose_verl_has_none_there(a3_sources, tmp_path, monkeypatch):
+    (folder,) = a3_sources("verl")
+    spec = importlib.util.spec_from_file_location("a3_tracking", folder / "verl/utils/tracking.py")
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    assert_both_samples_are_there(logged_samples(module.ValidationGenerationsLogger(), tmp_path, monkeypatch))
+    monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path / "control"))
+    module.ValidationGenerationsLogger().log(["tensorboard"], [("a", "b", 0.0)], 5)  # verl's alone writes nothing
+    assert not (tmp_path / "control").exists()

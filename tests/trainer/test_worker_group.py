@@ -4,6 +4,7 @@ tests/loop/test_smoke.py and tests/loop/test_truth_control.py have whole runs.
 """
 
 import functools
+import json
 import math
 import re
 import shutil
@@ -13,6 +14,7 @@ from uuid import UUID
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from verl import DataProto
 from verl.trainer.ppo.core_algos import agg_loss
@@ -27,7 +29,7 @@ from verl_patches.step.log_probs import logprob_check
 from verl_patches.step.log_probs.rollout_log_probs import CheckedSamples, CheckRequest
 from verl_patches.step.replay.recording import find_recording
 from verl_patches.step.replay.sample_seeds import SEEDS
-from verl_patches.trainer.worker_group import RecipeWorkerGroup
+from verl_patches.trainer.worker_group import RecipeWorkerGroup, _log_prob_deltas
 from verl_patches.weights.run_folders import take_start
 
 LENGTH = 2
@@ -122,12 +124,28 @@ def test_scores_are_recorded_with_the_first_update_in_the_order_of_the_responses
     output = generate(group, prompts())
     for number, name in enumerate(updates):
         columns = {"reward/maths": np.arange(4) + 10.0 * number, "acc": np.zeros(4)}
+        columns["reward_model"] = np.array([{"ground_truth": row} for row in range(3)] + [{}], dtype=object)
         batch = scored(output, **columns)
         (group.update_actor if name == "actor" else critic.update_critic)(batch)
     found = load_file(tmp_path / "scores_1.safetensors")
     assert found.keys() == {"uid", "score", "reward/maths"}
     assert found["score"].tolist() == [0.0, 0.25, 0.5, 0.75] and found["reward/maths"].tolist() == [0, 1, 2, 3]
     assert [UUID(bytes=bytes(uid.tolist())).int for uid in found["uid"]] == [0, 0, 1, 1]
+    with safe_open(tmp_path / "scores_1.safetensors", "pt") as file:
+        assert json.loads(file.metadata()["gold"]) == ["0", "1", "2", None]
+
+
+def test_the_gap_of_log_probs_is_of_each_response_without_padding():
+    tensors = {
+        "old_log_probs": torch.tensor([[-1.0, -2.0], [-3.0, -9.0]]),
+        "rollout_log_probs": torch.full((2, 2), -2.0),
+    }
+    assert _log_prob_deltas({"old_log_probs": tensors["old_log_probs"]}) == {}  # as with the tensor cache
+    found = _log_prob_deltas(tensors | {"attention_mask": torch.tensor([[0, 1, 1, 1], [1, 1, 1, 0]])})
+    assert {name: values.tolist() for name, values in found.items()} == {
+        "dlogp/mean": [0.5, 1.0],
+        "dlogp/max": [1.0, 1.0],
+    }
 
 
 def test_an_update_waits_for_the_files_of_all_ranks_first():

@@ -1,8 +1,9 @@
-"""Define `config` and `reshard-plan`, which show a configuration and a weight sync, and `report` and `compare`."""
+"""Define `config` and `reshard-plan`, which show a configuration and a weight sync, `report`, `compare`, `samples`."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,21 +11,24 @@ from typing import Annotated, Any
 import typer
 from omegaconf import OmegaConf
 
-from verl_patches.cli.output import Json, print_json, print_table, print_text
+from verl_patches.cli.output import Json, console, print_json, print_table, print_text
 from verl_patches.cli.run import ConfigName, Overrides, Upstream, VerlPath, compose_run
-from verl_patches.errors import ConfigError, require_checks
+from verl_patches.errors import ConfigError, RecipeError, require_checks
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout, parse_layout
 from verl_patches.model.mindspeed.arguments import Setting, engine_settings
 from verl_patches.patching.boot.install_prelude import LINE_NUMBER_NOTE
 from verl_patches.reshard.check import check_plan, figures, tensor_path
 from verl_patches.reshard.plan import plan_reshard
+from verl_patches.rewards.parts import REWARD_PREFIX
 from verl_patches.run.compose import output_root
 from verl_patches.run.files import hook_checks
 from verl_patches.run.record import compare, report
 from verl_patches.run.record.curves import METRICS, Curves, read_curves
 from verl_patches.run.resolve import CONFIGS_DIR
 from verl_patches.spec import RunSpec
+from verl_patches.step.replay.recording import TEXT_COLUMNS
+from verl_patches.tools.data.samples import read_samples
 from verl_patches.upstream.checkouts import GIT_LINE, compare_verl_version, find_trees
 from verl_patches.values import printable
 from verl_patches.weights.run_folders import find_start
@@ -298,3 +302,46 @@ def _print_errors(a: Curves, b: Curves, errors: list[compare.Error], ok: dict[st
     columns = ("metric", "name in a", "name in b", *measured)
     red = [number for number, row in enumerate(rows) if row[-1] == "FAILED"]
     print_table(f"a, judged: {a.name} ({a.kind}); b, the reference: {b.name} ({b.kind})", columns, rows, red)
+
+
+def samples_command(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run, or one of its starts.")],
+    step: Annotated[int | None, typer.Option(help="Default: the newest that is recorded.")] = None,
+    sample: Annotated[int | None, typer.Option(help="Show this one alone.")] = None,
+    best: Annotated[bool, typer.Option("--best", help="The highest reward first.")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="The lowest reward first.")] = False,
+    cut: Annotated[bool, typer.Option("--cut", help="Only responses that end at the length limit.")] = False,
+    grep: Annotated[str | None, typer.Option(metavar="TEXT", help="Only where prompt or response has TEXT.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show the responses of a step with their rewards; in a terminal one at a time."""
+    if best and worst:
+        raise ConfigError("samples: expected --best or --worst, found both; leave out one")
+    every = read_samples(find_start(run, output_root()), step)
+    chosen = (one for one in every if sample in (None, one["sample"]) and (one["cut"] or not cut))
+    found = (one for one in chosen if not grep or grep in one["prompt"] or grep in one["response"])
+    shown = sorted(found, key=lambda one: one["reward"], reverse=best) if best or worst else found
+    if as_json:
+        print_json([*shown])
+        return
+    count, paged = 0, console().is_terminal and sys.stdin.isatty()
+    for count, one in enumerate(shown, 1):
+        if paged and count > 1 and input("Enter: the next one, q: end ") == "q":
+            break
+        if paged:
+            console().clear()
+        _print_sample(one)
+    if not count:
+        raise RecipeError(f"samples: {run}: no response of the step is as the options say; leave out one of them")
+
+
+def _print_sample(sample: dict[str, Any]) -> None:
+    title = "step {step}, sample {sample}: reward {reward:.4g}, {tokens} tokens".format(**sample)
+    texts = {f"{REWARD_PREFIX}{label}": f"{score:.4g}" for label, score in sample["parts"].items()}
+    if sample["dlogp"]:
+        texts["|dlogp|"] = "mean {mean:.2e}, largest {max:.2e}".format(**sample["dlogp"])
+    texts |= {name: sample[name] or "-" for name in TEXT_COLUMNS if name in sample}
+    print_table(f"{title}{', cut at the length limit' if sample['cut'] else ''}", ("", ""), [*texts.items()])
+    for name in ("prompt", "response"):
+        print_text(f"--- {name} ---", "bold")
+        print_text(sample[name])

@@ -414,13 +414,13 @@ def _refuse_planned_keys(run: RunSpec) -> None:
 
 @contextmanager
 def _progress_display(silent: bool, wide: bool = False, first: str = "") -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows lines of progress.log (trainer/record.py): "| " lines, the step table, and the stage.
+    """Yield a function that shows lines of progress.log (trainer/record.py): permanent ones, the step table, the stage.
 
     `wide`: the table's "+ " lines, else its "- " lines. The stage ("~ ") stands below them with the seconds so far; in
     a pipe or file it has a line of its own, and only until step 1. `first` is shown at once.
     """
     console = Console(quiet=silent, highlight=False, markup=False, soft_wrap=True)
-    shown_prefixes, piped, began = ("| ", "+ " if wide else "- "), not console.is_terminal, time.monotonic()
+    shown_prefixes, piped, began = ("| ", "= ", "+ " if wide else "- "), not console.is_terminal, time.monotonic()
     columns = SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False)
     with Progress(*columns, console=console, transient=True, disable=silent or piped) as stage:
         now = stage.add_task("starting")

@@ -99,6 +99,18 @@ def take_seconds() -> dict[str, float]:
     return dict(seconds)
 
 
+def host_memory() -> dict[str, int]:
+    """Return {rss_bytes, pinned_bytes: of this process, node_bytes: in use on its node}.
+
+    pinned_bytes: what the process has allocated for offloading since its start and keeps, pinned on NPUs.
+    """
+    import psutil
+
+    node, pinned = psutil.virtual_memory(), _counters.value.tally["host_bytes"]
+    resident = psutil.Process().memory_info().rss
+    return {"rss_bytes": resident, "pinned_bytes": pinned, "node_bytes": node.total - node.available}
+
+
 def offload_summary(workers: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any] | None:
     """Return the summary of one step from the moves of every worker, None if nothing was moved.
 

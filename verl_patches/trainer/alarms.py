@@ -7,7 +7,11 @@
     length_collapse  mean response length / median of the first steps               length_share
     length_limit     share of the responses that end at the length limit            at_limit
     dlogp_drift      mean |dlogp| / median of the first steps                       dlogp_factor
+    rss_growth       growth of the largest process's resident memory                growth, max_growth
+    device_growth    growth of the memory in use on the fullest device              growth, max_growth
+    seconds_growth   growth of the seconds of a step, and of those for each token   growth, max_growth
 
+A growth is taken over the last GROWTH_STEPS steps: their slope times their number, as a share of their median.
 These bounds are far below those that end a run by themselves (logprob_check, max_skipped_steps). "The first steps"
 are those of this process: a resumed run has its own.
 """
@@ -17,12 +21,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from statistics import median
 from typing import Any
 
 from verl_patches.errors import RecipeError
+from verl_patches.layout.phases import VALIDATE
 from verl_patches.trainer.step_record import skipped_text
 
+GROWTH_STEPS = 20
 FINITE_METRICS = (
     "actor/pg_loss",
     "objective/loss",
@@ -70,6 +77,7 @@ def step_alarms(
         *_expert_alarms(step, bounds.expert_load),
         *_length_alarms(step, compared, bounds),
         *_dlogp_alarms(step, compared, bounds.dlogp_factor),
+        *_growth_alarms([*before[1:], step], bounds),  # the first step builds and compiles
     ]
 
 
@@ -119,20 +127,48 @@ def _dlogp_alarms(step: Mapping[str, Any], first: Sequence[Mapping[str, Any]], f
         yield Alarm("dlogp_drift", mean, limit, text)
 
 
+def _growth_alarms(records: Sequence[Mapping[str, Any]], bounds: Any) -> Iterator[Alarm]:
+    """Yield the alarms of growth; seconds must grow for each token too, as longer responses take longer."""
+    last = [record for record in records if not record["profile"]][-GROWTH_STEPS:]
+    limit = min((each for each in (bounds.growth, bounds.max_growth) if each is not None), default=None)
+    if limit is None or len(last) < GROWTH_STEPS:
+        return
+    seconds = [record["seconds"]["step"] - record["seconds"].get(VALIDATE, 0.0) for record in last]
+    tokens = [(record["tokens"] or {}).get("total") or 1 for record in last]
+    token_seconds = [each / count for each, count in zip(seconds, tokens, strict=True)]
+    growths = {"seconds_growth": min(_growth(seconds), _growth(token_seconds))}
+    for name in ("rss", "device"):
+        growths[f"{name}_growth"] = _growth([record["usage"].get(f"{name}_bytes", 0) for record in last])
+    for name, growth in growths.items():
+        if growth > limit:
+            text = f"{growth:.1%} over the last {GROWTH_STEPS} steps; expected at most {limit:.1%}"
+            yield Alarm(name, growth, limit, text)
+
+
+def _growth(values: Sequence[float]) -> float:
+    """Return the growth over `values` as a share of their median, by the median slope of all pairs (Theil-Sen).
+
+    It is 0 unless 70 % of the pairs rise, which 20 values without a trend do in 1 % of cases (Kendall's test).
+    """
+    slopes = sorted((b - a) / (j - i) for (i, a), (j, b) in combinations(enumerate(values), 2))
+    rises = slopes[len(slopes) * 3 // 10] > 0
+    return median(slopes) * len(values) / (median(values) or math.inf) if rises else 0.0
+
+
 def _median(records: Sequence[Mapping[str, Any]], value: Any) -> float | None:
     """Return the median of the values that are not None; None without any."""
     values = [each for each in map(value, records) if each is not None and math.isfinite(each)]
     return median(values) if values else None
 
 
-def check_alarms(record: Mapping[str, Any], action: str) -> None:
-    """Raise AlarmError for the first alarm of a step's record if `action` is stop."""
-    if action == "stop" and record["alarms"]:
-        first = record["alarms"][0]
-        raise AlarmError(
-            f"step {record['step']}: alarm {first['name']}: {first['text']}. "
-            "Set recipe.alarms.action=warn to continue with a warning"
-        )
+def check_alarms(record: Mapping[str, Any], bounds: Any) -> None:
+    """Raise AlarmError for the first alarm of a step's record that ends the run by `bounds`, recipe.alarms."""
+    for alarm in record["alarms"]:
+        text = f"step {record['step']}: alarm {alarm['name']}: {alarm['text']}"
+        if bounds.action == "stop":
+            raise AlarmError(f"{text}. Set recipe.alarms.action=warn to continue with a warning")
+        if alarm["name"].endswith("_growth") and bounds.max_growth is not None and alarm["value"] > bounds.max_growth:
+            raise AlarmError(f"{text}. recipe.alarms.max_growth is {bounds.max_growth:g}: raise it, or null only warns")
 
 
 def check_skipped_steps(record: Mapping[str, Any], limit: int) -> None:

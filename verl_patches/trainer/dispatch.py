@@ -36,6 +36,14 @@ def take_calls() -> dict[str, int]:
     return {name: counted[name] for name in COUNTERS}
 
 
+def object_store_usage() -> dict[str, int]:
+    """Return {object_store_bytes}: what Ray's object stores hold on all nodes; {} without Ray."""
+    if not ray.is_initialized():
+        return {}
+    size, free = (get().get("object_store_memory", 0.0) for get in (ray.cluster_resources, ray.available_resources))
+    return {"object_store_bytes": round(size - free)}
+
+
 def put_before_calling(execute_all_async: Callable) -> Callable:
     """Wrap RayWorkerGroup.execute_all_async: put each distinct argument that is not a scalar into Ray's store once.
 

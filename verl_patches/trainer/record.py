@@ -46,8 +46,8 @@ def write_json(path: Path, data: Any) -> None:
 class Progress:
     """Write progress.log in the folder of a start; the launcher shows the file.
 
-    "| " starts a permanent line, "- " a line of the step table, "+ " the same line with all columns, "~ " the current
-    stage. Without a folder (no launcher) lines of the first two kinds go to the process's log.
+    "| " starts a permanent line, "- " a line of the step table, "+ " the same line with all columns, "= " the step's
+    health, "~ " the current stage. Without a folder (no launcher) lines of the first two kinds go to the process's log.
     """
 
     def __init__(self, folder: Path | None):

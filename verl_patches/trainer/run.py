@@ -18,6 +18,7 @@ from typing import Any
 from verl_patches.current import Current
 from verl_patches.heartbeat import heartbeat
 from verl_patches.layout.phases import CALL_LABELS
+from verl_patches.memory import counters
 from verl_patches.patching import engine
 from verl_patches.patching.handshake import (
     gather_proofs,
@@ -35,11 +36,11 @@ from verl_patches.step.objectives.advantages import FixedData, current_fixed_dat
 from verl_patches.step.replay.recording import ROLLOUTS
 from verl_patches.trainer import alarms, step_record
 from verl_patches.trainer.checkpoint import Checkpoints
-from verl_patches.trainer.dispatch import dispatch_counts, take_calls
+from verl_patches.trainer.dispatch import dispatch_counts, object_store_usage, take_calls
 from verl_patches.trainer.ray_start import dead_actors
 from verl_patches.trainer.record import NOW_FILE, STEP_PREFIX, Progress, Summary, write_json
 from verl_patches.trainer.step_record import Rates, start_seconds
-from verl_patches.trainer.validation import read_validation
+from verl_patches.trainer.validation import add_tensorboard_samples, read_validation
 
 log = logging.getLogger(__name__)
 DEAD_SHOWN = 16  # an error names at most so many dead workers
@@ -169,6 +170,7 @@ class TrainerRun:
             trainer.actor_rollout_wg, trainer, self.show_call, record_to, profile_to=profile_to
         )
         trainer.actor_rollout_wg = self.group
+        add_tensorboard_samples(trainer.validation_generations_logger)
         if self.group.filtered_groups is not None:
             trainer.train_dataloader = self.group.filtered_groups
         if engine.is_on("checkpoint.save"):
@@ -269,6 +271,8 @@ class TrainerRun:
         record["logprob_delta"] = self._logprob_delta(metrics)
         if engine.is_on("dispatch.put_once"):
             record["dispatch"] = dispatch_counts([report["starts"] for report in reports])
+        usages = [*(report["usage"] for report in reports), counters.host_memory() | object_store_usage()]
+        record["usage"] = step_record.largest_usage(usages)
         record |= group.end_step()
         record["rates"] = self.rates.step_rates(group.lengths, record["tokens"], record["seconds"])
         record["alarms"] = [vars(a) for a in alarms.step_alarms(record, self.summary.steps, metrics, recipe.alarms)]
@@ -283,6 +287,8 @@ class TrainerRun:
             if len(self.summary.steps) == 1:
                 self.progress.say(f"{prefix} {step_record.table_header(columns, self.fixed_data is not None)}")
             self.progress.say(f"{prefix} {step_record.table_row(record, columns)}")
+        if text := step_record.health_text(record):
+            self.progress.say(f"=      {text}")
         for text in step_record.record_lines(record):
             self.progress.say(f"| {text}")
 
@@ -293,7 +299,7 @@ class TrainerRun:
         if check.action == "stop" and self._must_compare():
             limit = getattr(check, f"max_mean_{self.recipe.dtype}")
             logprob_check.check_delta(record["step"], record["logprob_delta"], limit)
-        alarms.check_alarms(record, self.recipe.alarms.action)
+        alarms.check_alarms(record, self.recipe.alarms)
 
     def _logprob_delta(self, metrics: dict[str, Any]) -> dict[str, float] | None:
         """Return the step's difference of vLLM's and Megatron's log-probs; None if they were not compared."""

@@ -2,7 +2,8 @@
 
 make_record              makes the step's record in summary.json
 table_header, table_row  format the step table
-record_lines             yields the lines shown below the step's row
+health_text              returns the step's line of health, shown below its row
+record_lines             yields the lines shown below that
 record_metrics           returns the record's figures for Tracking and metrics.jsonl
 """
 
@@ -36,15 +37,14 @@ CRITIC_SECONDS = tuple(f"{phase.name} s" for phase in STEP_PHASES if phase.criti
 # columns of a run with a critic, from verl's metrics; expl_var: 1 - var(returns - values) / var(returns)
 CRITIC_COLUMNS = ("vf_loss", "vf_norm", "expl_var")
 _CRITIC = {"loss": "critic/vf_loss", "grad_norm": "critic/grad_norm", "explained_var": "critic/vf_explained_var"}
-SLOW_SAMPLE_S = 1.0  # a step's slowest reward is shown from here on; its record always has it
 SKIPPED_STEPS_METRIC, ALARM_METRICS = "recipe/skipped_steps", "recipe/alarms"  # names of our metrics
 
 
 def make_record(step: int, metrics: Mapping[str, Any], reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the record of `step` from verl's metrics and every worker's `take_report` (worker/recipe_worker.py).
 
-    Values that neither has are None here and set in trainer/run.py: rewards, slowest_sample, objective, logprob_delta,
-    dispatch, rates, alarms.
+    Values that neither has are empty here and set in trainer/run.py: rewards, slowest_sample, objective, logprob_delta,
+    usage, dispatch, rates, alarms.
     """
 
     def reported(name: str) -> list[Any]:
@@ -66,6 +66,7 @@ def make_record(step: int, metrics: Mapping[str, Any], reports: Sequence[Mapping
         "sync": sync_totals(reported("sync")),
         "memory": memory_summary(reported("memory")),
         "offload": offload_summary(reported("moves")),
+        "usage": {},
         "dispatch": None,
         "expert_load": reports[0]["expert_load"],
         "preempted": preempted_total(reported("preempted")),
@@ -87,6 +88,9 @@ def record_metrics(record: Mapping[str, Any]) -> dict[str, float]:
     metrics |= {f"recipe/expert_load/{side}": load["max_over_mean"] for side, load in loads if load}
     if record["preempted"] is not None:
         metrics["recipe/preempted"] = record["preempted"]
+    metrics |= {f"recipe/usage/{name}": size for name, size in record["usage"].items()}
+    if record["slowest_sample"]:
+        metrics["recipe/slowest_reward_s"] = record["slowest_sample"]["seconds"]
     if record["routing_replay"]:
         metrics["recipe/routing_agreement"] = record["routing_replay"]["agreement"]
     if record["skipped"]:
@@ -95,12 +99,23 @@ def record_metrics(record: Mapping[str, Any]) -> dict[str, float]:
     return metrics | {f"{ALARM_METRICS}/{alarm['name']}": 1.0 for alarm in record["alarms"]}
 
 
+def health_text(record: Mapping[str, Any]) -> str:
+    """Return the step's preemptions, longest and cut responses, slowest reward and expert loads; docs/watch.md."""
+    tokens, slowest, parts = record["tokens"], record["slowest_sample"], []
+    if tokens and not record["objective"]:
+        parts.append(f"longest response {tokens['response_max']:.0f} tokens, {tokens['at_limit']:.0%} cut")
+    if record["preempted"] is not None:
+        parts.append(f"{record['preempted']} preempted")
+    if slowest:
+        parts.append("slowest reward {seconds:.2f} s (sample {sample} of {data_source})".format(**slowest))
+    loads = (record["expert_load"] or {}).items()
+    parts += [f"busiest expert of {side} {load['max_over_mean']:.1f} x the mean" for side, load in loads if load]
+    return "; ".join(parts)
+
+
 def record_lines(record: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines below the step's row: slow rewards, traces, memory, skipped steps, masked tokens, alarms."""
-    step, slowest = f"step {record['step']}: ", record["slowest_sample"]
-    if slowest and slowest["seconds"] >= SLOW_SAMPLE_S:
-        text = "the slowest reward took {seconds:.1f} s: sample {sample}, uid {uid}, data_source {data_source}"
-        yield step + text.format(**slowest)
+    """Yield the lines below the step's row and its health: traces, memory, skipped steps, masked tokens, alarms."""
+    step = f"step {record['step']}: "
     if record["profile"]:
         yield step + trace_text(record["profile"])
     if record["memory"] and (text := violation_text(record["memory"]["violations"])):
@@ -183,6 +198,12 @@ def sync_totals(workers: list[list[dict[str, Any]]]) -> dict[str, Any] | None:
         for phase in sorted({phase for report in every for phase in report["seconds"]})
     }
     return sync
+
+
+def largest_usage(processes: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Return {rss_bytes, pinned_bytes, node_bytes, device_bytes, object_store_bytes}, each the most of any process."""
+    names = dict.fromkeys(name for usage in processes for name in usage)
+    return {name: max(usage.get(name, 0) for usage in processes) for name in names}
 
 
 def preempted_total(counts: Sequence[int | None]) -> int | None:

@@ -1,4 +1,4 @@
-"""Read a validation's score from verl's metrics, and add pass@k, which verl lacks.
+"""Read a validation's score from verl's metrics, and add what verl lacks: pass@k, samples in TensorBoard.
 
 verl's RayPPOTrainer._validate gives val-core/SOURCE/VARIABLE/mean@n, and for n > 1 also best@n/mean, a bootstrap with
 replacement. VARIABLE is acc if the reward function returns it, else reward.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import re
 import statistics
 from collections import defaultdict
@@ -64,3 +65,23 @@ def with_pass_at_k(process_validation_metrics: Callable) -> Callable:
         return found
 
     return process
+
+
+def add_tensorboard_samples(logger: Any) -> None:
+    """Let verl's logger of validation samples (trainer.log_val_generations) write to TensorBoard too if it does not."""
+    if hasattr(logger, "log_generations_to_tensorboard"):
+        return
+    original = logger.log
+
+    def log(loggers: Sequence[str], samples: Sequence[tuple[str, str, float]], step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        original(loggers, samples, step)
+        if "tensorboard" in loggers:
+            texts = (
+                f"**Input:** {given}\n\n**Output:** {made}\n\n**Score:** {score}" for given, made, score in samples
+            )
+            with SummaryWriter(os.environ.get("TENSORBOARD_DIR", "tensorboard_log")) as writer:
+                writer.add_text("val/generations", "\n\n---\n\n".join(texts), step)
+
+    logger.log = log

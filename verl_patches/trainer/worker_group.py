@@ -116,6 +116,16 @@ def _present_answers(answers: Sequence[T | None]) -> list[T]:
     return [answer for answer in answers if answer is not None]
 
 
+def _log_prob_deltas(tensors: Any) -> dict[str, torch.Tensor]:
+    """Return {dlogp/mean, dlogp/max} of |dlogp| over each response, [B]; {} where log-probs are not in the batch."""
+    if not {_ROLLOUT_LOG_PROBS, "old_log_probs"} <= {*tensors.keys()}:
+        return {}
+    delta = (tensors["old_log_probs"] - tensors[_ROLLOUT_LOG_PROBS]).abs()
+    mask = tensors["attention_mask"][:, -delta.shape[1] :].bool()
+    delta = torch.where(mask, delta, 0.0)
+    return {"dlogp/mean": delta.sum(-1) / mask.sum(-1).clamp(min=1), "dlogp/max": delta.amax(-1)}
+
+
 class RecipeWorkerGroup:
     """Wrap verl's worker group `group` for fit(); calls that do not belong to a step pass through unchanged.
 
@@ -141,6 +151,7 @@ class RecipeWorkerGroup:
         self._record_to, replay = record_to, recipe.rollout.replay
         self._replay_from = None if replay is None else find_recording(replay)
         self._scores_to: Path | None = None  # from the rollout of a recorded step to its first update
+        self._compares_log_probs = recipe.logprob_check.every is None and not unchecked_reason(run)
         self._profile_to, self._profiled = profile_to, frozenset(recipe.profile.steps or ())
         self.lengths: list[int] | None = None
         self._fixed_data, self._trains_actor = None if run.samples else recipe.objective.name, run.trains_actor
@@ -289,7 +300,12 @@ class RecipeWorkerGroup:
             slowest["sample"] = int(batch.batch[SAMPLE][slowest["sample"]])
         self._rewards = {"rewards": part_means(batch.non_tensor_batch), "slowest_sample": slowest}
         if self._scores_to is not None:
-            columns = {k: v for k, v in batch.non_tensor_batch.items() if k == "uid" or k.startswith(REWARD_PREFIX)}
+            facts, kept = batch.non_tensor_batch, ("uid", "data_source")
+            columns = {k: v for k, v in facts.items() if k in kept or k.startswith(REWARD_PREFIX)}
+            if "reward_model" in facts:
+                columns["gold"] = [(row or {}).get("ground_truth") for row in facts["reward_model"]]
+            if self._compares_log_probs:
+                columns |= _log_prob_deltas(batch.batch)
             scores = batch.batch["token_level_scores"].sum(-1)
             save_scores(self._scores_to, self.step, batch.batch[SAMPLE], scores, columns)
             self._scores_to = None

@@ -308,7 +308,8 @@ class RecipeWorker(TrainingWorker):
         """End a step: drop its cached tensors, if it had no update; return the counters since the last call.
 
         seconds: {phase: s}; sync: one dict per weight sync; log_prob_sums: of the last update, None on ranks that do
-        not report; memory: the ledger's records, None without one; moves: between host and device; starts: (method,
+        not report; memory: the ledger's records, None without one; moves: between host and device; usage:
+        counters.host_memory, and device_bytes, in use on the device, where the ledger measures it; starts: (method,
         seconds since the epoch) of the trainer's calls; emulated: calls of the emulated device since the process
         started, None on a real one; preempted: responses of this replica that vLLM preempted, None on ranks other than
         its first; skipped: steps of actor and critic (step_guard.take_all_skips); rebalance, routing_replay, profile:
@@ -323,12 +324,14 @@ class RecipeWorker(TrainingWorker):
         emulator = load_emulation(self.recipe.platform)
         profiler, context().profiler = context().profiler, None
         resharder, ledger = getattr(getattr(self, "sharding_manager", None), "resharder", None), context().ledger
+        device = ledger.device_memory() if ledger else {}
         return {
             "seconds": counters.take_seconds(),
             "sync": resharder.take_reports() if resharder else [],
             "log_prob_sums": sums,
             "memory": {"rank": ledger.rank, **ledger.take()} if ledger else None,
             "moves": counters.take_moves(),
+            "usage": counters.host_memory() | ({"device_bytes": device["used"]} if "used" in device else {}),
             "starts": take_starts(),
             "routing_replay": self.routing.end_step() if self.routing is not None else None,
             "expert_load": {side: load and load.take() for side, load in self.expert_loads.items()} or None,

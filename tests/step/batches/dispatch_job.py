@@ -1,6 +1,7 @@
 """Call verl's real RayWorkerGroup with patches dispatch.* and without; four workers (TP2 x DP2) in two actors."""
 
 import hashlib
+import time
 
 import numpy as np
 import ray
@@ -8,6 +9,7 @@ import torch
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 
+from tests.ranks import HANG_S
 from tests.step.batches.logical_group import make_group, serialised_sizes
 from verl_patches import prelude_patch
 from verl_patches.trainer import dispatch, ray_start
@@ -108,4 +110,14 @@ def on_and_off():
     starts = ray.get([actor.take_starts.remote() for actor in actors])
     prelude_patch.engine.revert()
     names = [[name for name, _ in actor_starts] for actor_starts in starts]
-    return {"on": on, "off": facts(group), "starts": names, "skew": dispatch.start_skew(starts)}
+    found = {"on": on, "off": facts(group), "starts": names, "skew": dispatch.start_skew(starts)}
+    return {**found, "kept_bytes": kept_object_bytes()}
+
+
+def kept_object_bytes():
+    """Return the bytes of one kept object, and what the stores are said to hold once they report it, or at the end."""
+    end = time.monotonic() + HANG_S
+    kept = ray.put(np.zeros(50 << 20, np.uint8))
+    while (held := dispatch.object_store_usage()["object_store_bytes"]) < 50 << 20 and time.monotonic() < end:
+        time.sleep(0.1)
+    return ray.get(kept).nbytes, held

@@ -55,6 +55,12 @@ def test_a_worker_records_the_trainers_calls_and_not_the_calls_inside_them(found
     assert found["starts"] == [calls, calls] and set(found["skew"]) == set(calls)
 
 
+@pytest.mark.slow
+def test_what_rays_stores_hold_is_counted(found):
+    kept, held = found["kept_bytes"]
+    assert kept <= held < 2 * kept and dispatch.object_store_usage() == {}  # no Ray in this process
+
+
 def test_a_step_is_the_sum_of_its_calls_and_its_worst_skew_between_the_same_calls_of_all_workers():
     first = [("f", 10.0), ("f", 20.0), ("g", 30.0), ("only here", 31.0)]
     second = [("f", 10.5), ("f", 20.25), ("g", 29.0), ("g", 33.0)]

@@ -1,11 +1,15 @@
-"""Test data of recorded rollouts: the choice, its order, its recording; and that runs accept it.
+"""Test data of recorded rollouts: the choice, its order, its recording; that runs accept it; and the samples shown.
 
 tests/loop/test_smoke.py makes such data from a real run.
 """
 
 import json
+import os
+import pty
 import shlex
 import shutil
+import subprocess
+import sys
 import uuid
 
 import numpy as np
@@ -25,6 +29,7 @@ from verl_patches.spec import read_run
 from verl_patches.step.objectives import dataset
 from verl_patches.step.replay.recording import save_scores, save_step
 from verl_patches.tools.data.from_rollouts import Choice, write_rollout_data
+from verl_patches.tools.data.samples import read_samples
 from verl_patches.weights.run_folders import take_start
 
 PROMPTS = ["one two", "three", "four", "never sampled"]
@@ -101,6 +106,8 @@ def record(folder, step, sampled, rows, tokenizer, prompt=None):
     uids = [str(uuid.UUID(int=1000 * step + number)) for number, *_ in sampled]
     order = torch.randperm(count)
     columns = {"uid": np.array(uids, dtype=object)[order.numpy()], "reward/made": [sampled[row][2] for row in order]}
+    columns |= {"gold": [sampled[row][0] or None for row in order], "data_source": ["made"] * count}
+    columns |= {f"dlogp/{name}": order * scale for name, scale in (("mean", 1e-3), ("max", 1e-2))}
     save_scores(folder / "rollouts", step, order, torch.tensor([sampled[row][2] for row in order]), columns)
 
 
@@ -296,3 +303,78 @@ def test_a_damaged_recording_or_lost_data_is_one_sentence_and_nothing_is_written
 def test_a_wrong_choice_is_refused(wrong):
     with pytest.raises(ConfigError, match="from-rollouts: "):
         Choice(**wrong)
+
+
+# ---- samples
+
+
+def samples(run, *options):
+    done = CliRunner().invoke(app, ["samples", str(run), *options])
+    return done.exit_code, done.output
+
+
+def shown(run, *options):
+    """Return the sample numbers and the responses that the command prints, in order."""
+    code, output = samples(run, *options, "--json")
+    assert code == 0, output
+    return [(one["sample"], one["response"].removesuffix("<|end|>")) for one in json.loads(output)]
+
+
+def test_a_sample_has_its_prompt_gold_answer_parts_and_gap(run):
+    code, output = samples(run, "--step", "2", "--sample", "1", "--json")
+    (one,) = json.loads(output)
+    assert code == 0 and "four" in one["prompt"] and one["response"].startswith("y")
+    expected = {"step": 2, "sample": 1, "tokens": 2, "cut": False, "uid": uuid.UUID(int=2002).hex}
+    assert one.items() >= {**expected, "gold": "2", "data_source": "made"}.items()
+    numbers = {**one["dlogp"], "reward": one["reward"], **one["parts"]}
+    assert numbers == pytest.approx({"mean": 1e-3, "max": 1e-2, "reward": 0.9, "made": 0.9})
+    code, output = samples(run, "--step", "1")
+    assert code == 0 and output.count("--- response ---") == len(STEPS[1])
+    first = output.split("step 1, sample 1")[0]
+    for text in ("sample 0: reward 1, ", "reward/made  1\n", "mean 0.00e+00", "gold         -\n", "one two", "good"):
+        assert text in first, text
+
+
+def test_samples_are_chosen_and_ordered(run, tokenizer):
+    assert [row for row, _ in shown(run)] == [*range(8)] and shown(run)[0] == (0, "x")  # the newest step
+    assert shown(run, "--best")[:3] == [(4, "good"), (1, "y"), (2, "z")]  # of equal rewards the first row
+    assert shown(run, "--worst")[:2] == [(5, "low"), (0, "x")]
+    assert shown(run, "--grep", "mid") == [(6, "mid"), (7, "mid")]
+    assert [row for row, _ in shown(run, "--grep", "one two", "--worst")] == [5, 6, 7, 4]  # in the prompt
+    assert shown(run, "--cut") == []
+    record(run, 3, [(0, "1" * (R_WIDTH - 1), 0.0, True), (0, "1" * R_WIDTH, 0.0, False)], [], tokenizer, [5])
+    assert [row for row, _ in shown(run, "--cut")] == [0, 1]  # both have as many tokens as the limit allows
+
+
+def test_a_terminal_shows_one_sample_at_a_time_until_q(run):
+    terminal, end = pty.openpty()
+    command = [sys.executable, "-m", "verl_patches", "samples", str(run), "--worst"]
+    with subprocess.Popen(command, stdin=end, stdout=end, stderr=end, env={**os.environ, "TERM": "xterm"}) as process:
+        os.close(end)
+        output = b""
+        for key, count in ((b"\n", 1), (b"q\n", 2)):
+            while output.count(b"q: end") < count:
+                output += os.read(terminal, 4096)
+            os.write(terminal, key)
+        assert process.wait() == 0
+    os.close(terminal)
+    assert output.count(b", sample ") == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        (["--step", "3"], ConfigError, "1 to 2, found 3"),
+        (["--best", "--worst"], ConfigError, "found both"),
+        (["--grep", "no such"], RecipeError, "no response"),
+    ],
+)
+def test_samples_that_are_not_there_are_one_sentence(run, options, error, words):
+    with pytest.raises(error, match=words):
+        CliRunner().invoke(app, ["samples", str(run), *options], catch_exceptions=False)
+
+
+def test_samples_of_a_run_that_recorded_nothing_name_the_key(run):
+    shutil.rmtree(run / "rollouts")
+    with pytest.raises(ConfigError, match="recipe.rollout.record=true"):
+        next(read_samples(run))

@@ -3,11 +3,13 @@
 step_N.safetensors holds prompts [B, S_prompt] and responses [B, S_response] (int64), their masks and, if vLLM gave them
 to the trainer, log-probs. A replay trains on the same responses at another layout, so that gradients can be compared.
 scores_N.safetensors, written with the step's update, holds for the same rows `uid` [B, 16] (uint8, verl's UUID of the
-prompt's group), `score` [B] (fp32, the reward) and reward/LABEL [B] of each part; tools/data/from_rollouts.py reads it.
+prompt's group), `score` [B] (fp32, the reward), reward/LABEL [B] of each part and, where the run compares log-probs,
+dlogp/mean and dlogp/max [B]; its metadata has TEXT_COLUMNS as JSON. tools/data/ reads it.
 """
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,12 +18,14 @@ from typing import TYPE_CHECKING, Any
 from verl_patches.errors import ConfigError
 from verl_patches.layout.model_folder import safetensors_header
 from verl_patches.shared_files import replacing
+from verl_patches.values import loading_errors
 from verl_patches.weights.run_folders import chain_steps, find_start, require_start
 
 if TYPE_CHECKING:  # the launcher looks for a recording without importing torch
     import torch
 
 ROLLOUTS = "rollouts"  # in the folder of a start
+TEXT_COLUMNS, TEXT_CHARACTERS = ("gold", "data_source"), 1000  # of a gold answer, which may be a program, the beginning
 Recording = Mapping[int, Path]  # step -> the folder with its step_N.safetensors
 
 
@@ -97,24 +101,53 @@ def save_step(folder: Path, step: int, tensors: dict[str, torch.Tensor]) -> None
 def save_scores(folder: Path, step: int, rows: torch.Tensor, scores: torch.Tensor, columns: Mapping[str, Any]) -> None:
     """Write the rewards of a step's responses.
 
-    rows: [B], the place of each row in the recorded step; scores: [B]; columns: of B values, `uid` and those of parts.
+    rows: [B], the place of each row in the recorded step; scores: [B]; columns: of B values, `uid`, TEXT_COLUMNS where
+    they are known, and numbers.
     """
     import torch
 
     uids = bytearray(b"".join(uuid.UUID(uid).bytes for uid in columns["uid"]))
     made = {"score": scores.float(), "uid": torch.frombuffer(uids, dtype=torch.uint8).view(-1, 16)}
-    for name in columns.keys() - {"uid"}:
+    for name in columns.keys() - {"uid", *TEXT_COLUMNS}:
         made[name] = torch.tensor([float(value) for value in columns[name]])
-    order = rows.argsort()
-    _save(folder / f"scores_{step}.safetensors", {name: values[order] for name, values in made.items()})
+    order, texts = rows.argsort(), {}
+    for name in (name for name in TEXT_COLUMNS if name in columns):
+        values = (columns[name][row] for row in order.tolist())
+        texts[name] = json.dumps([None if value is None else str(value)[:TEXT_CHARACTERS] for value in values])
+    _save(folder / f"scores_{step}.safetensors", {name: values[order] for name, values in made.items()}, texts)
 
 
-def _save(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def load_rows(folder: Path, step: int) -> Iterator[dict[str, Any]]:
+    """Yield each response of a step whose rewards are recorded, in the order in which they were sampled.
+
+    {prompt, response: ids; cut: whether the response ends at the length limit; uid: hexadecimal; the other columns of
+    scores_N.safetensors by name}. Raises ConfigError for a file that is damaged or lacks a tensor.
+    """
+    from safetensors import safe_open
+
+    sampled, scores = (folder / f"{name}_{step}.safetensors" for name in ("step", "scores"))
+    with (
+        loading_errors(f"{sampled}: expected a recorded step (record the run again)"),
+        safe_open(sampled, "pt") as file,
+    ):
+        prompts, responses, masks = map(file.get_tensor, ("prompts", "responses", "attention_mask"))
+    with loading_errors(f"{scores}: expected recorded rewards (record the run again)"), safe_open(scores, "pt") as file:
+        columns = {name: file.get_tensor(name).tolist() for name in file.keys()}
+        columns |= {name: json.loads(text) for name, text in (file.metadata() or {}).items()}
+        uids = [bytes(uid).hex() for uid in columns.pop("uid")]
+    width, longest = prompts.shape[1], responses.shape[1]
+    for row, mask in enumerate(masks.bool()):
+        ids = {"prompt": prompts[row][mask[:width]].tolist(), "response": responses[row][mask[width:]].tolist()}
+        found = {name: values[row] for name, values in columns.items()}
+        yield {**ids, "cut": len(ids["response"]) == longest, "uid": uids[row], **found}
+
+
+def _save(path: Path, tensors: Mapping[str, torch.Tensor], texts: dict[str, str] | None = None) -> None:
     from safetensors.torch import save_file
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as new:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, new)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, new, texts)
 
 
 def load_step(recording: Recording, step: int, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:

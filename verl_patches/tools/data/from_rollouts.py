@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from omegaconf import OmegaConf
 from pydantic import FiniteFloat, ValidationError
@@ -29,14 +29,11 @@ from verl_patches.run.environment import CONFIG_FILE, FACTS_FILE
 from verl_patches.run.files import recorded_bytes
 from verl_patches.spec import RunSpec, read_run
 from verl_patches.step.objectives.chat import row_tokens
-from verl_patches.step.replay.recording import recording_in
+from verl_patches.step.replay.recording import load_rows, recording_in
 from verl_patches.tools.data.handlers import json_digest, parquet_schema, verl_row
 from verl_patches.tools.data.output import TRAIN, replaced_folder, write_manifest, write_rows
 from verl_patches.tools.data.sources import file_facts, prompt_tokens, read_rows, read_tokenizer
 from verl_patches.values import Count, NotNegative, field_types, loading_errors, read_yaml, size_text, value_faults
-
-if TYPE_CHECKING:
-    import torch
 
 COLUMNS = {"best": ("response",), "conditional": ("response",), "pairs": ("chosen", "rejected")}
 REWARD_TAG = "{input} <rm_score>: {reward:.2f} "
@@ -78,18 +75,14 @@ def write_rollout_data(
     progress: called after each step. Raises ConfigError where the run recorded no rollouts or a file of it cannot be
     read, and RecipeError where no row is left; then nothing is written.
     """
-    with loading_errors(f"{run}: expected the folder of a run, with {CONFIG_FILE} and {FACTS_FILE}"):
-        try:
-            spec = read_run((run / FACTS_FILE).read_text(), OmegaConf.create(read_yaml(run / CONFIG_FILE)))
-        except ValidationError:
-            text = f"{run / FACTS_FILE}: expected this version's format, found an earlier version's"
-            raise ConfigError(f"{text}; read it with that version, or record the run again") from None
-    steps, tokenizer = scored_steps(run, spec), _tokenizer(spec)
+    spec = recorded_run(run)
+    steps, tokenizer = scored_steps(run, spec), run_tokenizer(spec)
     report: dict[str, Any] = dict.fromkeys(("steps", "prompts", "responses", "rows"), 0)
     left_out: Counter[str] = Counter()
     longest = {"prompt": 0, "response": 0}
     with replaced_folder(target, overwrite) as work:
-        data = _recorded_prompts(spec, tokenizer, {key for step in steps for key, *_ in _responses(steps[step], step)})
+        keys = {json_digest(row["prompt"]) for step in steps for row in load_rows(steps[step], step)}
+        data = _recorded_prompts(spec, tokenizer, keys)
         file, seen = work / "out" / TRAIN, set()
 
         def rows() -> Iterator[dict[str, Any]]:
@@ -133,6 +126,16 @@ def write_rollout_data(
     return {**report, "files": [str(target / TRAIN)], "command": command}
 
 
+def recorded_run(run: Path) -> RunSpec:
+    """Return the facts of a run from the folder of a start; raise ConfigError where they cannot be read."""
+    with loading_errors(f"{run}: expected the folder of a run, with {CONFIG_FILE} and {FACTS_FILE}"):
+        try:
+            return read_run((run / FACTS_FILE).read_text(), OmegaConf.create(read_yaml(run / CONFIG_FILE)))
+        except ValidationError:
+            text = f"{run / FACTS_FILE}: expected this version's format, found an earlier version's"
+            raise ConfigError(f"{text}; read it with that version, or record the run again") from None
+
+
 def scored_steps(run: Path, spec: RunSpec) -> dict[int, Path]:
     """Return {step: folder} of the steps whose responses and rewards are recorded; raise ConfigError without any."""
     steps = recording_in(run)
@@ -147,7 +150,8 @@ def scored_steps(run: Path, spec: RunSpec) -> dict[int, Path]:
     raise ConfigError(f"{text}; run it with recipe.rollout.record=true, {size} a step (modelled)")
 
 
-def _tokenizer(spec: RunSpec) -> Any:
+def run_tokenizer(spec: RunSpec) -> Any:
+    """Return the tokenizer of a run; raise ConfigError where it cannot be read."""
     data = spec.verl.data
     path, trusted = data.tokenizer or str(spec.model_folder), bool(data.get("trust_remote_code"))
     return read_tokenizer(path, trusted, "the run's tokenizer (copy its model to this path)")
@@ -176,32 +180,14 @@ def _recorded_prompts(spec: RunSpec, tokenizer: Any, wanted: set[int]) -> dict[i
     return found
 
 
-def _responses(folder: Path, step: int) -> Iterator[tuple[int, list[int], float, str]]:
-    """Yield (digest of the prompt's ids, ids of the response, reward, uid) of each row of a step."""
-    sampled = folder / f"step_{step}.safetensors"
-    prompts, responses, masks = _load_tensors(sampled, "prompts", "responses", "attention_mask")
-    scores, width = _load_tensors(folder / f"scores_{step}.safetensors", "score", "uid"), prompts.shape[1]
-    for prompt, response, mask, score, uid in zip(prompts, responses, masks.bool(), *scores, strict=True):
-        ids = prompt[mask[:width]].tolist(), response[mask[width:]].tolist()
-        yield json_digest(ids[0]), ids[1], score.item(), bytes(uid.tolist()).hex()
-
-
-def _load_tensors(path: Path, *names: str) -> list[torch.Tensor]:
-    from safetensors.torch import load_file
-
-    with loading_errors(f"{path}: expected a recording with {', '.join(names)} (record the run again)"):
-        tensors = load_file(path)
-        return [tensors[name] for name in names]
-
-
 def _prompt_groups(
     folder: Path, step: int, tokenizer: Any, report: dict[str, Any], left_out: Counter[str]
 ) -> Iterator[tuple[str, int, list[tuple[str, float]]]]:
     """Yield (uid, prompt digest, (text, reward)s) in the order of first rows, without repeated and empty texts."""
     groups: dict[str, tuple[int, dict[str, float]]] = {}
-    for key, ids, score, uid in _responses(folder, step):
-        _, texts = groups.setdefault(uid, (key, {}))
-        text = tokenizer.decode(ids, skip_special_tokens=True)
+    for row in load_rows(folder, step):
+        _, texts = groups.setdefault(row["uid"], (json_digest(row["prompt"]), {}))
+        text, score = tokenizer.decode(row["response"], skip_special_tokens=True), row["score"]
         report["responses"] += 1
         if not text:
             left_out["empty"] += 1
