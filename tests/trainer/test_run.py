@@ -35,6 +35,7 @@ def made(tmp_path):
     made = object.__new__(run.TrainerRun)
     made.summary, made.progress, made.worker_places = Summary(tmp_path, {}), Progress(tmp_path), {}
     made.emulated = made.checkpoints = made.fixed_data = None
+    made.run = tiny()
     made.rates = SimpleNamespace(step_rates=lambda *measured: None)
     made.group = SimpleNamespace(step=7, cache=None, sampled_check=None, end_step=dict, lengths=None)
     return made
