@@ -64,7 +64,7 @@ def assert_validated(run):
         assert line.items() >= each["val"]["metrics"].items() and each["step"] == line["step"]
     assert all(0 < step["seconds"]["validate"] < step["seconds"]["step"] for step in run.steps)
     assert all(step["seconds"]["rollout"] > 0 and step["memory"]["violations"]["count"] == 0 for step in run.steps)
-    events = EventAccumulator(str(run.folder / "tensorboard")).Reload()
+    events = EventAccumulator(str(run.folder / "tensorboard" / "val")).Reload()
     tables = [event for tag in events.Tags()["tensors"] if "val/generations" in tag for event in events.Tensors(tag)]
     assert [table.step for table in tables] == [0, 1, 2]
     assert all(table.tensor_proto.string_val[0].count(b"**Score:**") == 8 for table in tables)

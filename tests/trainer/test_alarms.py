@@ -95,7 +95,13 @@ def growths(records, **bounds):
 
 
 @pytest.mark.parametrize(
-    ("key", "alarm"), [("rss_bytes", "rss_growth"), ("device_bytes", "device_growth"), ("seconds", "seconds_growth")]
+    ("key", "alarm"),
+    [
+        ("rss_bytes", "rss_growth"),
+        ("controller_rss_bytes", "rss_growth"),
+        ("device_bytes", "device_growth"),
+        ("seconds", "seconds_growth"),
+    ],
 )
 def test_a_growth_is_a_slope_over_steps_that_single_steps_do_not_hide_or_feign(key, alarm):
     assert growths(growing(key, 0.15)) == [alarm] and growths(growing(key, 0.05)) == []
@@ -115,10 +121,22 @@ def test_longer_steps_of_longer_responses_and_of_validations_are_no_growth():
     assert growths(records) == []
 
 
+@pytest.mark.parametrize(("share", "step", "found"), [(0.6, 0.002, ["node_growth"]), (0.6, 0.001, []), (0.9, 0.0, [])])
+def test_a_node_whose_memory_is_soon_full_is_an_alarm(share, step, found):
+    """Test a leak of a public report of this stack: its run died at step 223."""
+    records = [record(usage={"node_share": share + step * number}) for number in range(22)]
+    assert growths(records) == found and growths(records, growth=None) == []
+    if found:
+        check_alarms(
+            {"step": 30, "alarms": [{"name": "node_growth", "value": 9.0, "text": "grows"}]}, Alarms(max_growth=0.1)
+        )
+
+
 def test_a_growth_ends_the_run_beyond_its_own_bound_only():
     found = {"step": 30, "alarms": [{"name": "rss_growth", "value": 0.4, "text": "grows"}]}
     check_alarms(found, Alarms())
     check_alarms(found, Alarms(max_growth=0.5))
+    check_alarms(found, Alarms(action="stop"))
     with pytest.raises(AlarmError, match="step 30: alarm rss_growth: grows. recipe.alarms.max_growth is 0.3"):
         check_alarms(found, Alarms(max_growth=0.3))
     assert growths(growing("rss_bytes", 0.05), growth=None, max_growth=0.03) == ["rss_growth"]

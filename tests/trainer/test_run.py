@@ -24,7 +24,7 @@ REPORT = {  # what a worker reports of a step in which nothing happened
     "seconds": {},
     "sync": [],
     "moves": [],
-    "usage": {"rss_bytes": 3 << 40, "pinned_bytes": 5, "device_bytes": 7},
+    "usage": {"rss_bytes": 3 << 40, "pinned_bytes": 5},
     "expert_load": {"train": {"max_over_mean": 1.5}, "rollout": None},
 }
 
@@ -114,8 +114,9 @@ def test_a_step_has_a_line_of_its_health_and_curves_of_what_it_uses(made):
     assert step["slowest_sample"] == slowest and metrics["reward/python/acc"] == step["rewards"]["python/acc"] == 0.25
     assert metrics["recipe/slowest_reward_s"] == 2.5
     assert {f"recipe/usage/{name}": size for name, size in step["usage"].items()}.items() <= metrics.items()
-    # the largest process is a worker; the node's memory is measured by the controller alone
-    assert step["usage"].pop("node_bytes") > 1 << 20 and step["usage"] == REPORT["usage"]
+    own = {name: step["usage"].pop(name) for name in ("controller_rss_bytes", "node_bytes")}
+    assert all(size > 1 << 20 for size in own.values()) and 0 < step["usage"].pop("node_share") < 1
+    assert step["usage"] == REPORT["usage"]
     record = {**step, "preempted": 2, "tokens": {"response_max": 64.0, "at_limit": 0.25}}
     assert health_text(record) == f"longest response 64 tokens, 25% cut; 2 preempted; {health}"
 

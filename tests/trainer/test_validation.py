@@ -64,7 +64,8 @@ def logged_samples(logger, folder, monkeypatch):
     add_tensorboard_samples(logger)
     logger.log(["console", "tensorboard"], [("1 + 1?", "It is 2", 1.0), ("2 + 2?", "5", 0.0)], 3)
     logger.log(["console"], [("not", "written", 0.0)], 4)
-    events = EventAccumulator(str(folder)).Reload()
+    assert [*folder.iterdir()] == [folder / "val"]  # scalars have no other file in their folder
+    events = EventAccumulator(str(folder / "val")).Reload()
     tags = events.Tags()["tensors"]
     return [(each.step, each.tensor_proto.string_val[0].decode()) for tag in tags for each in events.Tensors(tag)]
 

@@ -322,8 +322,8 @@ def samples_command(
     found = (one for one in chosen if not grep or grep in one["prompt"] or grep in one["response"])
     shown = sorted(found, key=lambda one: one["reward"], reverse=best) if best or worst else found
     if as_json:
-        print_json([*shown])
-        return
+        print_json(listed := [*shown])
+        raise typer.Exit(0 if listed else 1)
     count, paged = 0, console().is_terminal and sys.stdin.isatty()
     for count, one in enumerate(shown, 1):
         if paged and count > 1 and input("Enter: the next one, q: end ") == "q":

@@ -203,7 +203,8 @@ def _seconds_text(bounds: Sequence[float], seconds: float, quoted: float | None)
 
 def _level_text(level: Mapping[str, Any]) -> str:
     """Return the seconds of a step at another level, and what differs there."""
-    text, keys = level["other"], dict.fromkeys(".".join(key.split(".")[-2:]) for key in level["keys"])
+    shown = (key for key in level["keys"] if not key.startswith("critic."))  # those of the actor
+    text, keys = level["other"], dict.fromkeys(".".join(key.split(".")[-2:]) for key in shown)
     if level["saves_s"] is not None:
         low, high = level["range_s"]
         change = f"{abs(level['saves_s']):.0f} s {'more' if level['saves_s'] > 0 else 'less'}"
@@ -226,6 +227,8 @@ def print_whole_plan(plan: dict[str, Any], run: RunSpec) -> None:
         for title, key, columns in _MEMORY_SECTIONS:
             _print_figures(plan, title, key, columns)
         print_text(f"not modelled: {'; '.join(memory['not_modelled'])}")
+    if level := plan["level"]:
+        print_text(f"not as at level {level['other']}: {', '.join([*level['keys'], *level['rows']])}")
     if plan["inference"]:
         print_text(f"generate, chat, eval: {serving_text(plan['inference'])}", "bold")
     if not plan["step"] and run.recipe.hardware != "a3":

@@ -243,6 +243,8 @@ def plan_command(
         workload = replace(workload, expert_load=str(expert_load), loads=_expert_loads(expert_load))
     if dies is not None and not searched:
         raise ConfigError(f"--dies {dies} needs --search; a plan has trainer.nnodes x trainer.n_gpus_per_node dies")
+    if searched and (whole or plot):
+        raise ConfigError("--search lists layouts: expected neither --all nor --plot with it")
     if not searched:
         report_plan(config_name, overrides, trees, workload, as_json, whole, plot)
     answer = search_layouts(config_name, overrides, trees, dies, workload, top)
@@ -292,7 +294,9 @@ def report_plan(
         plan = build_plan(run, RULES.checks(run), config_name, overrides, rows, workload, other)
     except LayoutError as error:
         run, plan = None, plan_without_layout(error, config_name, trees, overrides, workload)
-    if plot is not None and plan["memory"]:
+    if plot is not None:
+        if not plan["memory"]:
+            raise ConfigError(f"--plot {plot}: {plan['verdict']}, so that there is no memory to draw")
         save_figure(plan_figure(plan["config"], plan["memory"]), plot)
     if as_json:
         print_json(plan)

@@ -99,16 +99,18 @@ def take_seconds() -> dict[str, float]:
     return dict(seconds)
 
 
-def host_memory() -> dict[str, int]:
-    """Return {rss_bytes, pinned_bytes: of this process, node_bytes: in use on its node}.
+def host_memory() -> dict[str, float]:
+    """Return {rss_bytes, pinned_bytes: of this process, node_bytes: in use on its node, node_share: of its memory}.
 
-    pinned_bytes: what the process has allocated for offloading since its start and keeps, pinned on NPUs.
+    pinned_bytes: what this package has allocated for offloading since the process's start, pinned on NPUs; MindSpeed's
+    swapped optimizer states are not in it.
     """
     import psutil
 
     node, pinned = psutil.virtual_memory(), _counters.value.tally["host_bytes"]
     resident = psutil.Process().memory_info().rss
-    return {"rss_bytes": resident, "pinned_bytes": pinned, "node_bytes": node.total - node.available}
+    used = node.total - node.available
+    return {"rss_bytes": resident, "pinned_bytes": pinned, "node_bytes": used, "node_share": used / node.total}
 
 
 def offload_summary(workers: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any] | None:

@@ -7,13 +7,15 @@
     length_collapse  mean response length / median of the first steps               length_share
     length_limit     share of the responses that end at the length limit            at_limit
     dlogp_drift      mean |dlogp| / median of the first steps                       dlogp_factor
-    rss_growth       growth of the largest process's resident memory                growth, max_growth
+    rss_growth       growth of the resident memory of the largest worker, or of     growth, max_growth
+                     the controller
+    node_growth      steps in which the fullest node's memory is full               NODE_STEPS, where growth is set
     device_growth    growth of the memory in use on the fullest device              growth, max_growth
     seconds_growth   growth of the seconds of a step, and of those for each token   growth, max_growth
 
 A growth is taken over the last GROWTH_STEPS steps: their slope times their number, as a share of their median.
-These bounds are far below those that end a run by themselves (logprob_check, max_skipped_steps). "The first steps"
-are those of this process: a resumed run has its own.
+A growth ends a run above max_growth only. These bounds are far below those that end a run by themselves
+(logprob_check, max_skipped_steps). "The first steps" are those of this process: a resumed run has its own.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ from verl_patches.errors import RecipeError
 from verl_patches.layout.phases import VALIDATE
 from verl_patches.trainer.step_record import skipped_text
 
-GROWTH_STEPS = 20
+GROWTH_STEPS, NODE_STEPS = 20, 200
+_USAGES = ("rss", "controller_rss", "device")
+_GROWTHS = {"rss_growth", "device_growth", "seconds_growth", "node_growth"}
 FINITE_METRICS = (
     "actor/pg_loss",
     "objective/loss",
@@ -137,22 +141,33 @@ def _growth_alarms(records: Sequence[Mapping[str, Any]], bounds: Any) -> Iterato
     tokens = [(record["tokens"] or {}).get("total") or 1 for record in last]
     token_seconds = [each / count for each, count in zip(seconds, tokens, strict=True)]
     growths = {"seconds_growth": min(_growth(seconds), _growth(token_seconds))}
-    for name in ("rss", "device"):
-        growths[f"{name}_growth"] = _growth([record["usage"].get(f"{name}_bytes", 0) for record in last])
+    usages = [record["usage"] for record in last]
+    sizes = {name: _growth([usage.get(f"{name}_bytes", 0) for usage in usages]) for name in _USAGES}
+    growths |= {"rss_growth": max(sizes["rss"], sizes["controller_rss"]), "device_growth": sizes["device"]}
     for name, growth in growths.items():
         if growth > limit:
             text = f"{growth:.1%} over the last {GROWTH_STEPS} steps; expected at most {limit:.1%}"
             yield Alarm(name, growth, limit, text)
+    shares = [usage.get("node_share", 0.0) for usage in usages]
+    if (slope := _slope(shares)) > 0 and (left := (1 - shares[-1]) / slope) < NODE_STEPS:
+        text = (
+            f"the memory of the fullest node, {shares[-1]:.0%} of which is in use, is full after {left:.0f} more steps"
+        )
+        yield Alarm("node_growth", left, NODE_STEPS, f"{text} that grow as the last {GROWTH_STEPS}")
 
 
 def _growth(values: Sequence[float]) -> float:
-    """Return the growth over `values` as a share of their median, by the median slope of all pairs (Theil-Sen).
+    """Return the growth over `values` as a share of their median."""
+    return _slope(values) * len(values) / (median(values) or math.inf)
+
+
+def _slope(values: Sequence[float]) -> float:
+    """Return the median slope of all pairs of values (Theil-Sen).
 
     It is 0 unless 70 % of the pairs rise, which 20 values without a trend do in 1 % of cases (Kendall's test).
     """
     slopes = sorted((b - a) / (j - i) for (i, a), (j, b) in combinations(enumerate(values), 2))
-    rises = slopes[len(slopes) * 3 // 10] > 0
-    return median(slopes) * len(values) / (median(values) or math.inf) if rises else 0.0
+    return median(slopes) if slopes[len(slopes) * 3 // 10] > 0 else 0.0
 
 
 def _median(records: Sequence[Mapping[str, Any]], value: Any) -> float | None:
@@ -165,9 +180,10 @@ def check_alarms(record: Mapping[str, Any], bounds: Any) -> None:
     """Raise AlarmError for the first alarm of a step's record that ends the run by `bounds`, recipe.alarms."""
     for alarm in record["alarms"]:
         text = f"step {record['step']}: alarm {alarm['name']}: {alarm['text']}"
-        if bounds.action == "stop":
-            raise AlarmError(f"{text}. Set recipe.alarms.action=warn to continue with a warning")
-        if alarm["name"].endswith("_growth") and bounds.max_growth is not None and alarm["value"] > bounds.max_growth:
+        if alarm["name"] not in _GROWTHS:
+            if bounds.action == "stop":
+                raise AlarmError(f"{text}. Set recipe.alarms.action=warn to continue with a warning")
+        elif alarm["name"] != "node_growth" and bounds.max_growth is not None and alarm["value"] > bounds.max_growth:
             raise AlarmError(f"{text}. recipe.alarms.max_growth is {bounds.max_growth:g}: raise it, or null only warns")
 
 

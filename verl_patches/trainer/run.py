@@ -271,8 +271,9 @@ class TrainerRun:
         record["logprob_delta"] = self._logprob_delta(metrics)
         if engine.is_on("dispatch.put_once"):
             record["dispatch"] = dispatch_counts([report["starts"] for report in reports])
-        usages = [*(report["usage"] for report in reports), counters.host_memory() | object_store_usage()]
-        record["usage"] = step_record.largest_usage(usages)
+        own = counters.host_memory()
+        own |= {"controller_rss_bytes": own.pop("rss_bytes"), **object_store_usage()}
+        record["usage"] = step_record.largest_usage([*(report["usage"] for report in reports), own], record["memory"])
         record |= group.end_step()
         record["rates"] = self.rates.step_rates(group.lengths, record["tokens"], record["seconds"])
         record["alarms"] = [vars(a) for a in alarms.step_alarms(record, self.summary.steps, metrics, recipe.alarms)]

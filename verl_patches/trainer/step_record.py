@@ -200,10 +200,16 @@ def sync_totals(workers: list[list[dict[str, Any]]]) -> dict[str, Any] | None:
     return sync
 
 
-def largest_usage(processes: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Return {rss_bytes, pinned_bytes, node_bytes, device_bytes, object_store_bytes}, each the most of any process."""
+def largest_usage(processes: Sequence[Mapping[str, float]], memory: Mapping[str, Any] | None) -> dict[str, float]:
+    """Return each figure of memory in use as the most of any process, and device_bytes, the most of any phase.
+
+    memory: the step's memory_summary, whose records have what a device has in use where that is measured.
+    """
     names = dict.fromkeys(name for usage in processes for name in usage)
-    return {name: max(usage.get(name, 0) for usage in processes) for name in names}
+    phases = memory["phases"].values() if memory else ()
+    used = [phase["measured"]["used"] for phase in phases if "used" in phase["measured"]]
+    device = {"device_bytes": max(used)} if used else {}
+    return {name: max(usage.get(name, 0) for usage in processes) for name in names} | device
 
 
 def preempted_total(counts: Sequence[int | None]) -> int | None:

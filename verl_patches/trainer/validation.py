@@ -68,20 +68,22 @@ def with_pass_at_k(process_validation_metrics: Callable) -> Callable:
 
 
 def add_tensorboard_samples(logger: Any) -> None:
-    """Let verl's logger of validation samples (trainer.log_val_generations) write to TensorBoard too if it does not."""
-    if hasattr(logger, "log_generations_to_tensorboard"):
-        return
+    """Let verl's logger of validation samples (trainer.log_val_generations) write to a TensorBoard folder of its own.
+
+    A reader of TensorBoard's files reads on in the newest file of a folder, so that samples beside the scalars, as
+    verl 0.4.0 writes them, would hide later scalars.
+    """
     original = logger.log
 
     def log(loggers: Sequence[str], samples: Sequence[tuple[str, str, float]], step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        original(loggers, samples, step)
+        original([name for name in loggers if name != "tensorboard"], samples, step)
         if "tensorboard" in loggers:
             texts = (
                 f"**Input:** {given}\n\n**Output:** {made}\n\n**Score:** {score}" for given, made, score in samples
             )
-            with SummaryWriter(os.environ.get("TENSORBOARD_DIR", "tensorboard_log")) as writer:
+            with SummaryWriter(os.path.join(os.environ.get("TENSORBOARD_DIR", "tensorboard_log"), "val")) as writer:
                 writer.add_text("val/generations", "\n\n---\n\n".join(texts), step)
 
     logger.log = log

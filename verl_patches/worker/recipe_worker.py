@@ -309,12 +309,11 @@ class RecipeWorker(TrainingWorker):
 
         seconds: {phase: s}; sync: one dict per weight sync; log_prob_sums: of the last update, None on ranks that do
         not report; memory: the ledger's records, None without one; moves: between host and device; usage:
-        counters.host_memory, and device_bytes, in use on the device, where the ledger measures it; starts: (method,
-        seconds since the epoch) of the trainer's calls; emulated: calls of the emulated device since the process
-        started, None on a real one; preempted: responses of this replica that vLLM preempted, None on ranks other than
-        its first; skipped: steps of actor and critic (step_guard.take_all_skips); rebalance, routing_replay, profile:
-        results of Rebalancer.take_counts, RoutingReplay.end_step, PhaseProfiler.take_files; None where the feature is
-        off.
+        counters.host_memory; starts: (method, seconds since the epoch) of the trainer's calls; emulated: calls of the
+        emulated device since the process started, None on a real one; preempted: responses of this replica that vLLM
+        preempted, None on ranks other than its first; skipped: steps of actor and critic (step_guard.take_all_skips);
+        rebalance, routing_replay, profile: results of Rebalancer.take_counts, RoutingReplay.end_step,
+        PhaseProfiler.take_files; None where the feature is off.
         """
         if self.checkpoint is not None:
             self.checkpoint.raise_write_error()
@@ -324,14 +323,13 @@ class RecipeWorker(TrainingWorker):
         emulator = load_emulation(self.recipe.platform)
         profiler, context().profiler = context().profiler, None
         resharder, ledger = getattr(getattr(self, "sharding_manager", None), "resharder", None), context().ledger
-        device = ledger.device_memory() if ledger else {}
         return {
             "seconds": counters.take_seconds(),
             "sync": resharder.take_reports() if resharder else [],
             "log_prob_sums": sums,
             "memory": {"rank": ledger.rank, **ledger.take()} if ledger else None,
             "moves": counters.take_moves(),
-            "usage": counters.host_memory() | ({"device_bytes": device["used"]} if "used" in device else {}),
+            "usage": counters.host_memory(),
             "starts": take_starts(),
             "routing_replay": self.routing.end_step() if self.routing is not None else None,
             "expert_load": {side: load and load.take() for side, load in self.expert_loads.items()} or None,

@@ -112,8 +112,9 @@ def save_scores(folder: Path, step: int, rows: torch.Tensor, scores: torch.Tenso
         made[name] = torch.tensor([float(value) for value in columns[name]])
     order, texts = rows.argsort(), {}
     for name in (name for name in TEXT_COLUMNS if name in columns):
-        values = (columns[name][row] for row in order.tolist())
-        texts[name] = json.dumps([None if value is None else str(value)[:TEXT_CHARACTERS] for value in values])
+        values = dict(zip(columns["uid"], columns[name], strict=True))  # a prompt's responses have one
+        shown = {uuid.UUID(uid).hex: value and str(value)[:TEXT_CHARACTERS] for uid, value in values.items()}
+        texts[name] = json.dumps(shown, ensure_ascii=False)
     _save(folder / f"scores_{step}.safetensors", {name: values[order] for name, values in made.items()}, texts)
 
 
@@ -133,8 +134,10 @@ def load_rows(folder: Path, step: int) -> Iterator[dict[str, Any]]:
         prompts, responses, masks = map(file.get_tensor, ("prompts", "responses", "attention_mask"))
     with loading_errors(f"{scores}: expected recorded rewards (record the run again)"), safe_open(scores, "pt") as file:
         columns = {name: file.get_tensor(name).tolist() for name in file.keys()}
-        columns |= {name: json.loads(text) for name, text in (file.metadata() or {}).items()}
         uids = [bytes(uid).hex() for uid in columns.pop("uid")]
+        for name, text in (file.metadata() or {}).items():
+            by_uid = json.loads(text)
+            columns[name] = [by_uid[uid] for uid in uids]
     width, longest = prompts.shape[1], responses.shape[1]
     for row, mask in enumerate(masks.bool()):
         ids = {"prompt": prompts[row][mask[:width]].tolist(), "response": responses[row][mask[width:]].tolist()}
