@@ -80,7 +80,7 @@ class Train:
     moe_alltoall_overlap_comm: overlap the experts' exchange with computation.
     overlap_grad_reduce: reduce gradients in the backward pass of the last micro batch, bucket by bucket, instead of
     after it. Only the first pipeline stage has several buckets.
-    ddp_bucket_size: parameters of a bucket; null is Megatron's: 40 million, or more above 40 data-parallel ranks.
+    ddp_bucket_size: parameters of a bucket; null is Megatron's: 40 million, or a million a data-parallel rank if more.
     distributed_timeout_minutes: time limit of a training collective; HCCL's own, on NPUs, is a minute less.
     moe_router_bias_update_rate: step size of the router's correction bias, towards experts with few tokens of the
     update; 0 leaves the biases unchanged. No auxiliary loss is used.
@@ -366,7 +366,7 @@ class Watch:
 class Alarms:
     """Raise named alarms over the record of each step (trainer/alarms.py). A bound of null switches its alarm off.
 
-    action: warn prints and records an alarm, stop ends the run at the first one.
+    action: warn prints and records an alarm, stop ends the run at the first one that is no growth.
     expert_load: raise expert_collapse where an expert has more than this multiple of the mean (recipe.expert_load).
     length_share: raise length_collapse where responses are shorter than this share of the median of the first steps.
     at_limit: raise length_limit where more than this share of the responses ends at the length limit.
@@ -374,7 +374,7 @@ class Alarms:
     baseline_steps: number of this process's first steps from which the medians are taken; before that many steps
     length_collapse and dlogp_drift are not raised.
     growth: raise rss_growth, device_growth or seconds_growth where the memory of a process or of a device, or the
-    seconds of a step, grow by more than this share in 20 steps.
+    seconds of a step, grow by more than this share in 20 steps, and node_growth where a node's memory will be full.
     max_growth: end the run, whatever `action` is, where one of these grows by more than this share.
     """
 
