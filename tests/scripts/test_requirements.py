@@ -2,7 +2,11 @@
 
 import ast
 import importlib.util
+import json
+import os
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Mapping
 from importlib import metadata
@@ -125,9 +129,35 @@ def test_the_main_pin_file_is_closed_under_dependencies():
     assert unmet("hydra-core", {}) != []  # negative control
 
 
-def test_the_project_declares_its_plugin_python_and_version():
+def test_the_project_declares_its_plugin_and_python():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["requires-python"] == ">=3.10" and project["version"] == verl_patches.__version__
+    assert project["requires-python"] == ">=3.10" and "version" in project["dynamic"]
     plugin = "verl_patches.patching.boot.vllm_plugin"
     assert project["entry-points"]["vllm.general_plugins"] == {"verl_patches": f"{plugin}:register"}
     assert importlib.util.find_spec(plugin) is not None
+
+
+@pytest.mark.slow
+def test_the_wheel_imports_the_patches_and_plans_without_the_repository(tmp_path):
+    tree, site = tmp_path / "tree", tmp_path / "site"
+    tree.mkdir()
+    for name in ("pyproject.toml", "requirements.txt", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    for name in ("configs", "verl_patches"):
+        shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+
+    def run(*words, **variables):
+        environment = {**os.environ, "PYTHONPATH": str(site), **variables}
+        return subprocess.run([sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True)
+
+    pip = ["-m", "pip", "--disable-pip-version-check"]
+    built = run(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(tree))
+    assert built.returncode == 0, built.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.startswith(f"verl_patches-{verl_patches.__version__}-")
+    run(*pip, "install", "--no-deps", "--target", str(site), str(wheel))
+    prelude = "from verl_patches import prelude_patch; print(prelude_patch.__file__)"
+    imported = run("-c", prelude, VERL_PATCHES="line=pypi,platform=cpu")
+    assert imported.stdout.startswith(str(site)), imported.stderr
+    plan = run("-m", "verl_patches", "plan", "deepseekv3_256die_true_weight", "--json")
+    assert plan.returncode == 0 and json.loads(plan.stdout), plan.stderr

@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory
+from verl_patches.upstream.pins import CONFIGS_DIR
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerFast
 
-CONFIG_FILE = Path(__file__).resolve().parents[2] / "configs" / "model" / "deepseekv3_tiny.json"
+CONFIG_FILE = CONFIGS_DIR / "model" / "deepseekv3_tiny.json"
 RECIPE_FILE = "tiny_model.json"  # written beside the weights; holds the seed and config that they were made from
 SPECIAL_TOKENS = ("<|begin|>", "<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>")
 CHAT_TEMPLATE = (

@@ -24,8 +24,8 @@ from verl_patches.run.features import feature_states, needed_rows
 from verl_patches.run.verl_values import trains_critic
 from verl_patches.shared_files import expand_home
 from verl_patches.spec import RunSpec, Trees
+from verl_patches.upstream.pins import CONFIGS_DIR
 
-CONFIGS_DIR = Path(__file__).resolve().parents[2] / "configs"
 MODEL_LAYERS_KEY = "recipe.num_hidden_layers"
 LAYER_COUNT_KEYS = (  # where training reads it, and vLLM (rollout/engine.py)
     "actor_rollout_ref.model.override_config.model_config.num_hidden_layers",

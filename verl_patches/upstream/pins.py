@@ -14,7 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from verl_patches.errors import ConfigError, our_command
 from verl_patches.values import read_yaml
 
-PIN_FILE = Path(__file__).resolve().parents[2] / "configs" / "upstream.yaml"
+# verl_patches/configs is a link to the repository's configs/; a wheel holds the files themselves
+CONFIGS_DIR = (Path(__file__).resolve().parents[1] / "configs").resolve()
+PIN_FILE = CONFIGS_DIR / "upstream.yaml"
 
 CommitHash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
