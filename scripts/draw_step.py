@@ -1,0 +1,185 @@
+"""Draw one step of a plan as an SVG: which dies hold what, what moves, when, and the memory of the fullest die.
+
+    python -m verl_patches plan deepseekv3_256die_true_weight --json | python scripts/draw_step.py docs/images/step.svg
+
+All figures come from the plan, so they are modelled. Text stays text in the SVG: tests/scripts/test_draw_step.py
+looks for it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch
+
+GB = 1e9
+WIDTH, HEIGHT = 12.5, 8.6  # inches of 72 units: 900 units wide
+# {what the picture calls a part of a die's memory: its groups in the plan, colour}
+PARTS = {
+    "training weights": (("actor_params", "ref_params"), "#4c72b0"),
+    "gradients": (("grads",), "#dd8452"),
+    "optimizer, one part at a time": (("swap_window",), "#937860"),
+    "activations": (("kept_activations", "working_activations", "engine_activations"), "#da8bc3"),
+    "vLLM's weights": (("rollout_weights",), "#55a868"),
+    "KV cache": (("kv_cache",), "#8cd17d"),
+    "buffers of the reshard": (("reshard_buffers",), "#c44e52"),
+    "HCCL, CANN, graphs, tensor cache": (("hccl_buffers", "cann_context", "graphs", "tensor_cache"), "#bbbbbb"),
+}
+STAGE_COLOURS = "#dbe7f5 #c3d8ee".split()  # of even and odd pipeline stages
+INSTANCE_COLOURS = "#d8efd9 #bfe3c1".split()
+# {phase of the memory plan: its label, its phase of the step's time or None where it takes part of another}
+PHASES = {
+    "reshard": ("reshard", "reshard"),
+    "rollout": ("rollout", "rollout"),
+    "reward": ("reward", "reward"),
+    "ref": ("reference", "ref"),
+    "advantage": ("advantages", "advantage"),
+    "update": ("update", "update"),
+}
+HOST_PARTS = {"optimizer": "optimizer", "actor_params": "actor", "ref_params": "reference", "critic_params": "critic"}
+MOVES = {  # {phase of the memory plan: what moves in it}
+    "reshard": "host to dies: actor\ndie to die: {sync}\nin {collectives} collectives",
+    "rollout": "controller to dies:\nprompts; at the end\nits memory is freed",
+    "reward": "dies to controller:\nresponses, {responses}",
+    "ref": "host to dies:\nreference model",
+    "advantage": "controller to dies:\n{advantages}",
+    "update": "host to dies: actor;\noptimizer to dies and\nback, part by part",
+}
+
+
+def labels(plan: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts of the picture that hold figures of the plan, by a name for each."""
+    step, traffic, host = plan["step"], plan["traffic"], plan["memory"]["host"]
+    low, high = step["total_range_s"]
+    dies, stages = len(plan["train"]["ranks"]), len(plan["train"]["layers"])
+    times = {row["phase"]: row["range_s"] for row in step["phases"]}
+    columns = traffic["dispatch_columns"]["generate"]
+    responses = sum(size for column, size in columns.items() if column.startswith("response"))
+    facts = {
+        "sync": f"{traffic['weight_sync']['received_bytes'] / GB:.1f} GB a die",
+        "collectives": traffic["weight_sync"]["collectives"],
+        "responses": f"{responses / 1e6:.1f} MB",
+        "advantages": f"{traffic['dispatch_bytes']['update'] / 1e3:.0f} kB",
+    }
+    parts = [f"{name} {host['bytes'][key] / GB:.0f} GB" for key, name in HOST_PARTS.items() if key in host["bytes"]]
+    train, rollout = (plan[side]["layout"].partition(" @")[0] for side in ("train", "rollout"))
+    copies = times["offload"]
+    found = {
+        "title": f"One GRPO step of {plan['config']} on {dies} dies: {low:.0f} to {high:.0f} s (modelled)",
+        "train": f"Training: {train}, {stages} pipeline stages",
+        "rollout": f"Rollout: {rollout}, {plan['rollout']['instances']} vLLM instances",
+        "host": f"Host memory of a node: {', '.join(parts)}; with all else {host['node_bytes'] / GB:.0f} GB.",
+        "offload": f"Copies between host and dies take {copies[0]:.0f} to {copies[1]:.0f} s of the step.",
+        "capacity": f"{plan['memory']['hbm_bytes'] / GB:.1f} GB usable on a die",
+    }
+    for phase, move in MOVES.items():
+        found[f"move {phase}"] = move.format(**facts)
+    for label, phase in PHASES.values():
+        shown = dict.fromkeys(f"{second:.0f}" if second >= 10 else f"{second:.1f}" for second in times[phase])
+        found[f"time {phase}"] = f"{label}\n{' to '.join(shown)} s"
+    return found
+
+
+def draw(plan: Mapping[str, Any]) -> Figure:
+    """Return the picture of a plan, the JSON of `python -m verl_patches plan CONFIG --json`."""
+    text = labels(plan)
+    figure = Figure(figsize=(WIDTH, HEIGHT))
+    figure.text(0.02, 0.972, text["title"], fontsize=15, weight="bold", va="top")
+    layers, ranks = plan["train"]["layers"], plan["train"]["ranks"]
+    dies = len(ranks)
+    train, rollout = figure.add_axes((0.02, 0.63, 0.44, 0.27)), figure.add_axes((0.54, 0.63, 0.44, 0.27))
+    rows = []
+    for stage, held in enumerate(layers):
+        first = next(rank for rank in ranks if rank["pp"] == stage)
+        last = dies // len(layers) * (stage + 1) - 1
+        rows.append((f"dies {first['rank']}-{last}", f"layers {held[0]} to {held[-1]}; {_experts(ranks)}"))
+    _dies_grid(train, text["train"], rows, STAGE_COLOURS)
+    held = f"a whole model; {_experts(plan['rollout']['ranks'])}"
+    size = dies // plan["rollout"]["instances"]
+    rows = [(f"dies {first}-{first + size - 1}", held) for first in range(0, dies, size)]
+    _dies_grid(rollout, text["rollout"], rows, INSTANCE_COLOURS)
+    arrow = FancyArrowPatch((0.467, 0.765), (0.533, 0.765), transform=figure.transFigure, arrowstyle="-|>")
+    figure.add_artist(arrow).set(mutation_scale=22, color="black")
+    figure.text(0.5, 0.785, "reshard", ha="center", fontsize=11)
+    figure.text(0.5, 0.745, "the same\ndies", ha="center", fontsize=11, va="top")
+    _time_bar(figure.add_axes((0.02, 0.53, 0.96, 0.045)), plan, text)
+    _memory(figure.add_axes((0.055, 0.22, 0.925, 0.19)), plan, text)
+    figure.text(0.02, 0.012, f"{text['host']}\n{text['offload']}", fontsize=11, va="bottom", linespacing=1.4)
+    return figure
+
+
+def _experts(ranks: Sequence[Mapping[str, Any]]) -> str:
+    """Return how many of the model's experts each die holds in its layers."""
+    first, last = ranks[0]["experts"]
+    return f"{last - first + 1} of {max(rank['experts'][1] for rank in ranks) + 1} experts a die"
+
+
+def _dies_grid(axes: Axes, title: str, rows: Sequence[tuple[str, str]], colours: Sequence[str]) -> None:
+    """Draw one band for each group of dies, first group on top: its dies, and what each of them holds."""
+    for number, (dies, held) in enumerate(rows):
+        axes.barh(-number, 1, height=0.92, color=colours[number % 2], edgecolor="#667788", linewidth=0.6)
+        axes.text(0.02, -number, dies, va="center", fontsize=11)
+        axes.text(0.98, -number, held, va="center", ha="right", fontsize=11)
+    axes.set(xlim=(0, 1), ylim=(-len(rows) + 0.5, 0.5))
+    axes.axis("off")
+    axes.set_title(title, fontsize=12, loc="left", pad=5)
+
+
+def _time_bar(axes: Axes, plan: Mapping[str, Any], text: Mapping[str, str]) -> None:
+    """Draw the step's phases, as wide as their seconds but at least wide enough for nothing to vanish."""
+    seconds = {row["phase"]: row["seconds"] for row in plan["step"]["phases"]}
+    total, left = sum(seconds.values()), 0.0
+    colours = ("#c44e52", "#55a868", "#bbbbbb", "#8172b3", "#bbbbbb", "#4c72b0")
+    for (_, phase), colour in zip(PHASES.values(), colours, strict=True):
+        width = max(seconds[phase] / total, 0.004)
+        axes.barh(0, width, left=left, height=1, color=colour, edgecolor="white", linewidth=0.8)
+        if width > 0.1:
+            shown = text[f"time {phase}"].replace("\n", ", ")
+            axes.text(left + width / 2, 0, shown, ha="center", va="center", color="white", fontsize=11)
+        left += width
+    axes.set(xlim=(0, left), ylim=(-0.5, 0.5))
+    axes.axis("off")
+    axes.set_title("When: each phase runs on all dies; its width shows its seconds", fontsize=12, loc="left", pad=5)
+
+
+def _memory(axes: Axes, plan: Mapping[str, Any], text: Mapping[str, str]) -> None:
+    """Draw the memory of the fullest die in each phase; below it what moves then."""
+    order = next(row for row in plan["memory"]["orders"] if row["order"] == plan["memory"]["followed"])
+    held = {row["phase"]: row["bytes"] for row in order["phases"]}
+    for number, phase in enumerate(PHASES):
+        bottom = 0.0
+        for groups, colour in PARTS.values():
+            size = sum(held[phase].get(group, 0) for group in groups) / GB
+            axes.bar(number, size, bottom=bottom, width=0.5, color=colour, edgecolor="white", linewidth=0.5)
+            bottom += size
+        axes.text(number, bottom + 1, f"{bottom:.0f} GB", ha="center", fontsize=11)
+        axes.text(number, -4, text[f"time {PHASES[phase][1]}"], ha="center", va="top", fontsize=11, weight="bold")
+        axes.text(number, -23, text[f"move {phase}"], ha="center", va="top", fontsize=11)
+    capacity = plan["memory"]["hbm_bytes"] / GB
+    axes.axhline(capacity, color="#444444", linewidth=1, linestyle="--")
+    axes.text(len(PHASES) - 0.52, capacity + 1.5, text["capacity"], ha="right", fontsize=10.5)
+    axes.set(xlim=(-0.5, len(PHASES) - 0.5), ylim=(0, capacity * 1.15), xticks=[], ylabel="GB")
+    axes.spines[["top", "right"]].set_visible(False)
+    for name, (_, colour) in PARTS.items():
+        axes.bar(0, 0, color=colour, label=name)
+    place = {"loc": "lower left", "bbox_to_anchor": (-0.045, 1.06), "borderaxespad": 0}
+    axes.legend(**place, ncol=4, fontsize=10.5, frameon=False)
+    title = "What is on the fullest die in each phase, and what moves"
+    axes.set_title(title, fontsize=12, loc="left", pad=46, x=-0.038)
+
+
+def main(target: Path) -> None:
+    """Draw the plan of standard input into the file `target`."""
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "step", "font.family": "sans-serif"})
+    draw(json.load(sys.stdin)).savefig(target, metadata={"Date": None} if target.suffix == ".svg" else None)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
