@@ -12,11 +12,6 @@ from tests.conftest import ROOT
 FOLDER, NIGHTLY = ROOT / "tests" / "benchmarks", pytest.mark.nightly
 # arguments of a small run of each benchmark; the nightly ones start Ray, engines or a smoke run
 SMALL_RUNS = (
-    "answers.py",
-    "data.py --rows 2000",
-    "heartbeat.py",
-    "log_prob.py --tokens 16",
-    "planning.py",
     "rebalance.py",
     "start.py",
     "weights.py --only convert --pairs 1 --tiny",
