@@ -128,7 +128,8 @@ def next_command(text):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("config", "hardware"), [(BIG, "800t_a2"), (NODE, "800t_a2"), (NODE, "200t_a2_box16"), (NODE, "a3")]
+    ("config", "hardware"),
+    [pytest.param(BIG, "800t_a2", marks=pytest.mark.nightly), (NODE, "800t_a2"), (NODE, "200t_a2_box16"), (NODE, "a3")],
 )
 def test_what_is_printed_for_4_nodes_of_8_dies_leads_to_a_layout(config, hardware):
     """Follow the commands that are printed, from a config whose layout is for other nodes."""

@@ -129,6 +129,7 @@ def test_a_slow_disk_is_no_stall_and_a_stuck_one_is_named_with_its_key(smoke):
     assert run.code == 1 and found and int(found[1]) > bound_s, run.summary["exit"]
 
 
+@pytest.mark.nightly
 def test_a_new_run_of_that_name_leaves_the_checkpoints_of_the_run_before(smoke, runs):
     """Start over a run that had come further: retention counts only the new run's checkpoints."""
     before = runs[1]

@@ -44,7 +44,10 @@ def folder(reference):
     return folder
 
 
-@pytest.fixture(scope="module", params=["pypi", pytest.param("a3", marks=pytest.mark.upstream)])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("pypi", marks=pytest.mark.nightly), pytest.param("a3", marks=pytest.mark.upstream)],
+)
 def found(request, folder, run_ranks):
     """Return {case: answers of each rank}."""
     if request.param == "pypi":

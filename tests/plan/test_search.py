@@ -136,10 +136,11 @@ def test_several_instances_are_proposed_where_no_power_of_two_holds_the_weights(
             "recipe.run=r",
             "no layout for 16 dies .* memory: .*; use more dies, or set recipe.num_hidden_layers=14, ",
         ),
-        (
+        pytest.param(
             256,
             "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=7",
             "ref micro batch: .* is not a multiple of 7",
+            marks=pytest.mark.nightly,
         ),
     ],
 )

@@ -142,6 +142,7 @@ def test_a_taken_port_is_named_and_an_up_that_fails_brings_the_logs(nodes, job, 
     assert (logs / f"node-1-{nodes.hosts[1]}" / "ray_start.log").read_text() == "no luck\n"
 
 
+@pytest.mark.nightly
 def test_a_node_that_is_lost_is_named_and_the_others_are_ended_with_their_logs(nodes, job, scripts, call, tmp_path):
     made, logs = scripts(job), tmp_path / "logs"
     try:
