@@ -415,7 +415,7 @@ class Data:
 class Objective:
     """Choose the objective: rewards of sampled responses, or a loss of fixed ones, which starts no rollout engine.
 
-    name: rl, or a loss of the data's responses (docs/own-data-and-reward.md has their columns). sft, dpo, ipo and kto
+    name: rl, or a loss of the data's responses (docs/data.md has their columns). sft, dpo, ipo and kto
     train the actor; rm and prm train the critic as a reward model of responses, or of steps.
     beta: scale of the log-ratio to the reference model, for dpo, ipo and kto.
     label_smoothing: share of pairs whose preference is taken to be the other way round, for dpo (cDPO).
