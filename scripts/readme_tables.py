@@ -93,9 +93,8 @@ MEGATRON_FIELDS = {
     "rms_norm_eps": "layernorm_epsilon",
     "rope_theta": "rotary_base",
 }
-README_ROWS: tuple[str, ...] = ("use", "state", "engine", "Python", "verl", "vLLM", "vllm-ascend", "torch", "torch_npu")
-README_ROWS += ("driver", "cann")
-SUPPORT_ROWS = (*README_ROWS, "Megatron", "MindSpeed", "MindSpeed-LLM")
+README_ROWS = ("use", "state", "Python", "verl", "vLLM", "vllm-ascend", "torch", "torch_npu", "driver", "cann")
+SUPPORT_ROWS = (*README_ROWS, "engine", "Megatron", "MindSpeed", "MindSpeed-LLM")
 # {label of a row: repositories, packages and system software of a line that share it}; all others have rows of their
 # own
 SHARED_ROWS = {
