@@ -28,6 +28,7 @@ ENDS = {  # {command: {exit code: its words}}; DIR is a folder of the test
     "config": {0: f"--config-name {TINY}", 2: f"--config-name {TINY} +actor_rollout_ref.model.lora_rank=8"},
     "reshard-plan": {2: "--train absent --rollout tp2"},
     "report": {2: "DIR/absent"},
+    "samples": {2: "DIR/absent"},
     "compare": {
         0: "DIR/run.jsonl --baseline DIR/run.jsonl",
         1: "DIR/far.jsonl --baseline DIR/run.jsonl",
