@@ -43,7 +43,7 @@ from verl_patches.values import allowed_values_text, field_types  # noqa: E402
 
 READMES = {"README.md": "en", "README_zh.md": "zh"}
 PINS, PATCHES, RECIPE = "docs/upstream-pins.md", "docs/patches.md", "docs/configuration.md"
-CHECKS, RECIPES, SUPPORT, LEVELS = "docs/doctor.md", "docs/recipes.md", "docs/support.md", "docs/levels.md"
+CHECKS, RECIPES, SUPPORT, LEVELS = "docs/operate.md", "docs/recipes.md", "docs/support.md", "docs/levels.md"
 PLAN = "docs/plan.md"
 FILES = (*READMES, PINS, PATCHES, RECIPE, CHECKS, RECIPES, SUPPORT, LEVELS, PLAN)
 WORDS = {
@@ -242,12 +242,12 @@ def machines_table() -> str:
 
 
 def checks_table() -> str:
-    """Return a table with a row per check of `doctor`."""
+    """Return a table with a row per check of `doctor`, which prints what to do itself."""
     text = []
     for where, rows in (("each node", NODE_ROWS), ("all nodes", ALL_ROWS)):
-        text += [f"| check of {where} | how it is found | expected | what to do |", "|---" * 4 + "|"]
+        text += [f"| check of {where} | how it is found | expected |", "|---" * 3 + "|"]
         for row in rows:
-            cells = row.name, row.method, row.expected, row.todo
+            cells = row.name, row.method, row.expected
             text.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         text.append("")
     return "\n".join(text)

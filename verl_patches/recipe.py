@@ -345,7 +345,7 @@ class Profile:
 
 @dataclass
 class Watch:
-    """Set the stall detection of a run (docs/watch.md): how long a process may stay in one phase.
+    """Set the stall detection of a run (docs/operate.md): how long a process may stay in one phase.
 
     action: stop ends a run that stalls, report only logs and records it, off starts no heartbeats.
     first_s: bound in seconds of a phase that a process has not ended before. Writing a trace has at least
@@ -433,7 +433,7 @@ class Objective:
 class Recipe:
     """Hold the settings of one run.
 
-    run: name of the run; each start writes to a new folder <output_root>/<run>/0001, 0002, ... (docs/checkpoints.md).
+    run: name of the run; each start writes to a new folder <output_root>/<run>/0001, 0002, ... (docs/operate.md).
     null is allowed only without the launcher and writes no record.
     output_root: folder of all runs, relative to the current folder; null: the folder outputs of this repository.
     line: the set of pins: pypi (CPU) or a3 (production).

@@ -11,6 +11,7 @@ from verl_patches.catalog import ROWS
 from verl_patches.errors import ConfigError
 from verl_patches.layout.flops import balanced_layers
 from verl_patches.plan import search as search_module
+from verl_patches.plan.calibration import CONSTANTS
 from verl_patches.plan.memory_plan import LAYERS_KEY, MARGIN_BYTES, recomputation
 from verl_patches.plan.plan import build_plan
 from verl_patches.plan.search import (
@@ -186,7 +187,7 @@ def test_a_model_that_mc2_does_not_take_is_searched_without_expert_parallelism(t
 def test_instances_that_do_not_split_experts_fill_the_dies():
     for nodes in (1, 3):
         run = composed("moonlight_8die", [f"trainer.nnodes={nodes}", *as_overrides(ANY_LAYOUT_KEYS)])
-        sides = search_module._rollout_sides(run, step_input(run, Workload()), [])
+        sides = search_module._rollout_sides(run, step_input(run, Workload()), [], CONSTANTS)
         found = [size for _, keys in sides for key, size in keys.items() if key.endswith("tensor_model_parallel_size")]
         assert found == [1, 2, 4, 8]
     (row,) = listed("moonlight_8die", dies=8)

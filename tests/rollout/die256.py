@@ -88,6 +88,7 @@ def decode_batches(made: Any) -> list[tuple[int, int]]:
 def options_read(made: Any) -> dict[str, Any]:
     """Return recipe.rollout.ascend as the engine's own objects hold it."""
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+    from vllm_ascend import envs
     from vllm_ascend.ascend_config import get_ascend_config
 
     engine, runner, read = (
@@ -106,6 +107,7 @@ def options_read(made: Any) -> dict[str, Any]:
         "kv_nz": layer.self_attn.mla_attn.impl.enable_kv_nz,
         "scheduler": {"Scheduler": "v1", "AscendScheduler": "ascend"}[scheduler],
         "chunked_prefill_for_mla": read.chunked_prefill_for_mla,
+        "mla_pa": bool(envs.VLLM_ASCEND_MLA_PA),
         "prefix_caching": engine.vllm_config.cache_config.enable_prefix_caching,
         "vllm_sleep_mode": type(made.inference_engine.sleep_mode).__name__ == "CumemSleepMode",
         "top_k_optimize": TopKTopPSampler.forward_native.__name__ == "topk_topp_forward_native",

@@ -116,6 +116,7 @@ def test_a_step_has_a_line_of_its_health_and_curves_of_what_it_uses(made):
     assert {f"recipe/usage/{name}": size for name, size in step["usage"].items()}.items() <= metrics.items()
     own = {name: step["usage"].pop(name) for name in ("controller_rss_bytes", "node_bytes")}
     assert all(size > 1 << 20 for size in own.values()) and 0 < step["usage"].pop("node_share") < 1
+    assert step["usage"].pop("pinned_bytes") >= REPORT["usage"].pop("pinned_bytes")  # other tests of this process
     assert step["usage"] == REPORT["usage"]
     record = {**step, "preempted": 2, "tokens": {"response_max": 64.0, "at_limit": 0.25}}
     assert health_text(record) == f"longest response 64 tokens, 25% cut; 2 preempted; {health}"

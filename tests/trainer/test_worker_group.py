@@ -124,7 +124,7 @@ def test_scores_are_recorded_with_the_first_update_in_the_order_of_the_responses
     output = generate(group, prompts())
     for number, name in enumerate(updates):
         columns = {"reward/maths": np.arange(4) + 10.0 * number, "acc": np.zeros(4)}
-        columns["reward_model"] = np.array([{"ground_truth": row} for row in range(3)] + [{}], dtype=object)
+        columns["reward_model"] = np.array([{"ground_truth": 0}] * 2 + [{}] * 2, dtype=object)
         batch = scored(output, **columns)
         (group.update_actor if name == "actor" else critic.update_critic)(batch)
     found = load_file(tmp_path / "scores_1.safetensors")
@@ -132,7 +132,7 @@ def test_scores_are_recorded_with_the_first_update_in_the_order_of_the_responses
     assert found["score"].tolist() == [0.0, 0.25, 0.5, 0.75] and found["reward/maths"].tolist() == [0, 1, 2, 3]
     assert [UUID(bytes=bytes(uid.tolist())).int for uid in found["uid"]] == [0, 0, 1, 1]
     with safe_open(tmp_path / "scores_1.safetensors", "pt") as file:
-        assert json.loads(file.metadata()["gold"]) == ["0", "1", "2", None]
+        assert json.loads(file.metadata()["gold"]) == {UUID(int=0).hex: "0", UUID(int=1).hex: None}
 
 
 def test_the_gap_of_log_probs_is_of_each_response_without_padding():

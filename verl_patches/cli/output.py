@@ -24,7 +24,7 @@ from verl_patches.spec import RunSpec
 from verl_patches.values import printable, size_text
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
-PIPE_COLUMNS = 110  # width of tables in pipes and files
+PIPE_COLUMNS, SCREEN_COLUMNS = 120, 110  # width of tables in pipes and files, and of a plan
 _NO_WRAP_CELLS = 40  # widest first column that is not wrapped
 _SHOWN_FAULTS, _LABEL = 5, 13  # failed checks on a screen; columns of a label
 _SCREEN_CHECKS = ("memory", "host memory", "KV cache", "disk rate")
@@ -41,7 +41,7 @@ _FIGURE_SECTIONS: _Sections = (
      ("phase", "range_s", "seconds", "quoted_s")),
     ("whole step", "step", ("total_range_s", "total_s", "quoted_total_s", "tokens_per_s_per_die_range")),
     ("assumptions", "step.assumed", ()),
-    ("in no total: what an assumption would save (docs/profile.md)", "step.assumed_gains", ("if", "saves_s")),
+    ("in no total: what an assumption would save (docs/operate.md)", "step.assumed_gains", ("if", "saves_s")),
     ("what a start reads and a save writes (modelled), at --disk-gb-s", "disk.parts", ("part", "bytes", "seconds")),
     ("step model on the published runs (docs/plan.md)", "step.calibration",
      ("row", "quoted_s", "modelled_s", "error", "fixes")),
@@ -104,11 +104,11 @@ def print_text(text: str, style: str = "", err: bool = False, whole: bool = Fals
     out.print(Text(printable(text, keep="\n"), style), soft_wrap=whole or not out.is_terminal)
 
 
-def print_command(command: str) -> None:
-    """Print a shell command, indented, in lines that end with a backslash; no word is broken."""
-    out, lines = console(), [" "]
+def print_command(command: str, columns: int = PIPE_COLUMNS) -> None:
+    """Print a shell command, indented, in lines of at most `columns` that end with a backslash; no word is broken."""
+    width, lines = min(console().width, columns), [" "]
     for word in re.findall(r"""(?:'[^']*'|"[^"]*"|[^\s'"])+""", command):
-        if len(lines[-1]) + len(word) + 3 > out.width and lines[-1].strip():
+        if len(lines[-1]) + len(word) + 3 > width and lines[-1].strip():
             lines.append("   ")
         lines[-1] += f" {word}"
     print_text(" \\\n".join(lines), whole=True)
@@ -146,20 +146,20 @@ def progress_bar(what: str, total: int | None, unit: str = "B") -> Iterator[Call
 
 
 def print_screen(plan: Mapping[str, Any], run: RunSpec | None) -> None:
-    """Print a plan in at most 40 lines of PIPE_COLUMNS, with the next command; `run` is None where it has no layout."""
+    """Print a plan in at most 40 lines of SCREEN_COLUMNS and the next command; `run` is None where it has no layout."""
     title = plan["config"]
     if run is not None:
         nodes = f"{run.world_size} ranks on {run.verl.trainer.nnodes} node(s)"
         title += f": {nodes}; line {run.line}, platform {run.platform}, level {run.recipe.level}"
     print_text(title, "bold")
-    print_text(textwrap.fill(plan["verdict"], PIPE_COLUMNS), "bold green" if plan["ok"] else "bold red")
+    print_text(textwrap.fill(plan["verdict"], SCREEN_COLUMNS), "bold green" if plan["ok"] else "bold red")
     for label, text, lines in _screen_rows(plan):
-        wrapper = textwrap.TextWrapper(PIPE_COLUMNS, subsequent_indent=" " * _LABEL, break_on_hyphens=False)
+        wrapper = textwrap.TextWrapper(SCREEN_COLUMNS, subsequent_indent=" " * _LABEL, break_on_hyphens=False)
         wrapper.max_lines, wrapper.placeholder = lines, " ... (--all)"
         print_text(wrapper.fill(f"{label:<{_LABEL}}{text}"), "red" if label == "FAILED" else "")
     for way in plan["next"][:1]:
         print_text(f"next (1 of {len(plan['next'])}), {way['what']}:", "bold")
-        print_command(way["command"])
+        print_command(way["command"], SCREEN_COLUMNS)
     print_text("--all prints every check, rank, row, variable and command; --json all of it as data")
 
 

@@ -113,8 +113,8 @@ def save_scores(folder: Path, step: int, rows: torch.Tensor, scores: torch.Tenso
     order, texts = rows.argsort(), {}
     for name in (name for name in TEXT_COLUMNS if name in columns):
         values = dict(zip(columns["uid"], columns[name], strict=True))  # a prompt's responses have one
-        shown = {uuid.UUID(uid).hex: value and str(value)[:TEXT_CHARACTERS] for uid, value in values.items()}
-        texts[name] = json.dumps(shown, ensure_ascii=False)
+        shown = {uid: None if value is None else str(value)[:TEXT_CHARACTERS] for uid, value in values.items()}
+        texts[name] = json.dumps({uuid.UUID(uid).hex: text for uid, text in shown.items()}, ensure_ascii=False)
     _save(folder / f"scores_{step}.safetensors", {name: values[order] for name, values in made.items()}, texts)
 
 
