@@ -254,11 +254,12 @@ def checks_table() -> str:
 
 
 def patches_table(specs: Sequence[PatchSpec]) -> str:
-    """Return a table with a row per patch: id, kind, role, feature, target, and runs that may use it (RUN_WORDS)."""
-    text = ["| id | kind | role | feature | target | on |", "|---" * 6 + "|"]
+    """Return a table with a row per patch: id, role and feature, target, and runs that may use it (RUN_WORDS)."""
+    text = ["| id | role | target | on |", "|---" * 4 + "|"]
     for spec in specs:
         on = tuple(name for name, (line, platform) in RUNS.items() if Switches(line, platform).decide(spec)[0])
-        cells = f"`{spec.id}`", spec.kind, spec.role, spec.feature or "-", f"`{spec.target}`"
+        role = f"{spec.role}: {spec.feature}" if spec.feature else spec.role
+        cells = f"`{spec.id}`", role, f"`{spec.target}`"
         text.append(f"| {' | '.join(cells)} | {RUN_WORDS.get(on) or ', '.join(on)} |")
     return "\n".join(text) + "\n"
 

@@ -142,7 +142,8 @@ class RolloutAscend:
     prefix_caching: let requests share the KV of equal prefixes, as the n responses of a prompt do.
     vllm_sleep_mode: false frees weights and KV cache to torch's pool, has graphs read addresses at each call (row
     memory.graph_addresses), and gives torch expandable segments (PYTORCH_NPU_ALLOC_CONF); not tried with torchair's
-    compiler. true keeps vLLM's sleep mode, whose memory comes back at the addresses that graphs hold (docs/memory.md).
+    compiler. true keeps vLLM's sleep mode, whose memory comes back at the addresses that graphs hold
+    (docs/the-step.md).
     top_k_optimize: apply top-k and top-p by a threshold, without a scatter of the vocabulary's 129,280 words
     (VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE, vllm_ascend.patch.worker.patch_common.patch_sampler).
     """
