@@ -2,7 +2,7 @@
 
     python scripts/readme_tables.py [--write]     exits 1 where a table is stale
 
-`pins` comes from configs/upstream.yaml (with some of its rows in the READMEs and docs/support.md), `models` from
+`pins` comes from configs/upstream.yaml (with some of its rows in the READMEs), `models` from
 configs/model and verl_patches/model/mindspeed/arguments.py, `machines` from verl_patches/platform/npu/machine.py,
 `patches` from the catalogue without the emulation, `recipe` from the docstrings of verl_patches/recipe.py, `checks`
 from the rows of verl_patches/launch/doctor/doctor.py, `recipes` from configs/algo and docs/recipes.json
@@ -42,10 +42,10 @@ from verl_patches.upstream.pins import Line, Pins, load_pins  # noqa: E402
 from verl_patches.values import allowed_values_text, field_types  # noqa: E402
 
 READMES = {"README.md": "en", "README_zh.md": "zh"}
-PINS, PATCHES, RECIPE = "docs/upstream-pins.md", "docs/patches.md", "docs/configuration.md"
-CHECKS, RECIPES, SUPPORT, LEVELS = "docs/operate.md", "docs/recipes.md", "docs/support.md", "docs/levels.md"
+PINS, PATCHES, RECIPE = "docs/line-a3.md", "docs/patches.md", "docs/configuration.md"
+CHECKS, RECIPES, LEVELS = "docs/operate.md", "docs/recipes.md", "docs/levels.md"
 PLAN = "docs/plan.md"
-FILES = (*READMES, PINS, PATCHES, RECIPE, CHECKS, RECIPES, SUPPORT, LEVELS, PLAN)
+FILES = (*READMES, PINS, PATCHES, RECIPE, CHECKS, RECIPES, LEVELS, PLAN)
 WORDS = {
     "en": {
         "engine": "vLLM's engine",
@@ -94,7 +94,6 @@ MEGATRON_FIELDS = {
     "rope_theta": "rotary_base",
 }
 README_ROWS = ("use", "state", "Python", "verl", "vLLM", "vllm-ascend", "torch", "torch_npu", "driver", "cann")
-SUPPORT_ROWS = (*README_ROWS, "engine", "Megatron", "MindSpeed", "MindSpeed-LLM")
 # {label of a row: repositories, packages and system software of a line that share it}; all others have rows of their
 # own
 SHARED_ROWS = {
@@ -278,10 +277,7 @@ def _file_tables(name: str) -> dict[str, str]:
     if name in READMES:
         return {"pins": pins_table(load_pins(), READMES[name], README_ROWS)}
     if name == PINS:
-        return {"pins": pins_table(load_pins(), "en")}
-    if name == SUPPORT:
-        pins = pins_table(load_pins(), "en", SUPPORT_ROWS)
-        return {"pins": pins, "models": models_table(), "machines": machines_table()}
+        return {"pins": pins_table(load_pins(), "en"), "models": models_table(), "machines": machines_table()}
     if name == RECIPES:
         return {"recipes": recipe_runs.presets_table(recipe_runs.read_record(), recipe_runs.presets())}
     if name == CHECKS:

@@ -439,7 +439,7 @@ class Recipe:
     output_root: folder of all runs, relative to the current folder; null: the folder outputs of this repository.
     line: the set of pins: pypi (CPU) or a3 (production).
     platform: the kind of device. cpu uses stand-ins for compiled code; npu_emulated runs what npu does, on a CPU.
-    hardware: the kind of machine with NPUs: Atlas A3, 800T A2, or 200T A2 Box16 (docs/support.md). For A2 plans have
+    hardware: the kind of machine with NPUs: Atlas A3, 800T A2, or 200T A2 Box16 (docs/line-a3.md). For A2 plans have
     memory and layouts, but no seconds.
     level: set by level=NAME, with the keys of configs/level/NAME.yaml; rows of role speed are on at tuned alone.
     patches: +row.id or -row.id, which switch rows of the catalogue on or off; `*` stands for any text.
