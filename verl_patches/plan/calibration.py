@@ -179,9 +179,8 @@ def fitted_constants(run: StepInput, measured: Mapping[str, float]) -> dict[str,
 
     A phase that was not measured, or that no value of its constant explains, keeps the quoted one.
     """
-    fixed = {row.name: row.fixes for row in PUBLISHED_ROWS if row.fixes and row.name in step_time(run, CONSTANTS)}
     found: dict[str, float] = {}
-    for phase, name in fixed.items():
+    for phase, name in RANDOM_INIT_FIXES.items():
         low, high = (getattr(CONSTANTS, name) * factor for factor in (1e-4, 1e4))
 
         def excess(value: float, phase: str = phase, name: str = name) -> float:

@@ -91,6 +91,7 @@ class RecipeWorker(TrainingWorker):
                 start.start(config)  # makes process groups and arguments, which verl then uses
             super().__init__(config, role)
         self.recipe, self.memory = self.run.recipe, WorkerMemory(config, self.run)
+        self.compared: set[tuple[str, str]] = set()  # operators and shapes that `probe` has compared
         if self.memory.scheduled:  # then verl's own calls must not move memory
             self._is_offload_param = self._is_offload_optimizer = self._ref_is_offload_param = False
         self.start_checkpoint()
@@ -112,7 +113,7 @@ class RecipeWorker(TrainingWorker):
         """Return what this rank measures of RunSpec.probes; config: the whole configuration, also verl's own keys."""
         from verl_patches.worker.probe.groups import measure
 
-        return measure(run_from_config(config), what)
+        return measure(run_from_config(config), what, self.compared)
 
     def _build_model_optimizer(self, *args: Any, **kwargs: Any) -> tuple:
         if is_on("model.train_dtype"):

@@ -8,7 +8,7 @@ from tests.runs import composed
 from verl_patches.catalog import platform_rows
 from verl_patches.errors import ConfigError
 from verl_patches.launch.bringup import levels
-from verl_patches.launch.bringup.bringup import RUNGS, Bringup, group_rows, operator_rows, operator_text
+from verl_patches.launch.bringup.bringup import RUNGS, Bringup, StartResult, group_rows, operator_rows, operator_text
 from verl_patches.launch.launcher import Outcome
 
 CONFIG = "deepseekv3_16die"
@@ -143,3 +143,23 @@ def test_a_start_that_is_refused_is_a_failed_rung_with_its_reason(tmp_path):
     rung = bringup._levels()
     assert rung.finding.found == "level safe fails: it broke" and rung.finding.todo.endswith("driver.log")
     assert not rung.figures["levels"]["at_fault"]["confirmed"]
+
+
+def test_an_exchange_that_a_device_refuses_is_a_fault_of_its_rung(tmp_path):
+    words = [f"recipe.output_root={tmp_path}"]
+    bringup = Bringup([CONFIG], [], lambda more: composed(CONFIG, [*words, *more]), None, None, lambda text: None)
+    row = {
+        "operator": "dispatch",
+        "shape": "x [2]",
+        "error": None,
+        "tolerance": 0.02,
+        "seconds": None,
+        "verdict": "failed: x",
+    }
+    probes = {"rollout experts": [group([0], 1.0)], "MC2": [{"rows": [row]}]}
+    bringup.probes = StartResult(Outcome(0, "ok", tmp_path, 1.0), {"probes": probes})
+    assert bringup._groups().finding.found == "dispatch on rank 0: failed: x (x [2])"
+    row |= {"seconds": 0.002, "error": 0.0, "verdict": "ok"}
+    assert "MC2 takes 2 ms, all-to-all one way 1e+03" in bringup._groups().finding.found
+    bringup.unanswered = ["MC2"]
+    assert "ended while they measured MC2" in bringup._groups().finding.found

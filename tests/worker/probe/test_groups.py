@@ -40,7 +40,7 @@ def measured(spoil):
     for each in nothing:
         each.start()
     try:
-        return {name: groups.measure(run, name) for name in groups.group_kinds(run)}
+        return {name: groups.measure(run, name, set()) for name in groups.group_kinds(run)}
     finally:
         for each in nothing:
             each.stop()

@@ -55,14 +55,12 @@ RUNGS = {  # rung: what it proves, and what it does not prove without a device
     "measured": ("figures for `plan --measured`", "seconds of a device"),
 }
 FINE_VERDICTS = {"ok", "not checked here"}
-_OPERATORS, _MC2, _EXPERTS = (
-    "operators",
-    "MC2",
-    "rollout experts",
-)  # names of worker/probe/groups.py, which imports torch
+# names of worker/probe/groups.py, which imports torch
+_OPERATORS, _MC2, _EXPERTS = "operators", "MC2", "rollout experts"
 # {on a device: (times the seconds of its peers, seconds)} above both of which a group is slow; else ranks share cores
 _SLOW_LIMITS = {True: (2.0, 1e-3), False: (20.0, 0.1)}
 _PROBE_S = 3600
+_SAVING = ("trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=1")
 
 
 @dataclass
@@ -123,10 +121,10 @@ class Bringup:
         Other rungs are those of earlier calls; where all have passed, none is made again.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        kept, names = self._kept_rungs(), [*RUNGS][: [*RUNGS].index(last) + 1]
-        open_rungs = [first] if first else [name for name in names if name not in kept]
+        passed, names = self._passed_rungs(), [*RUNGS][: [*RUNGS].index(last) + 1]
+        open_rungs = [first] if first else [name for name in names if name not in passed]
         begin, failed = names.index(open_rungs[0]) if open_rungs else len(names), ""
-        self.rungs = {name: _not_run(name, "left out by --from") for name in names[:begin]} | kept
+        self.rungs = {name: _not_run(name, "left out by --from") for name in names[:begin]} | passed
         for name in names[begin:]:
             if failed:
                 self.rungs[name] = _not_run(name, f"waits for rung {failed}")
@@ -152,13 +150,13 @@ class Bringup:
         made_of = {"words": [*self.words], "levels": [*self.levels], "folder": str(self.folder)}
         return {**self.report().as_dict(), **made_of, "rungs": rungs}
 
-    def _kept_rungs(self) -> dict[str, Rung]:
+    def _passed_rungs(self) -> dict[str, Rung]:
         """Return the rungs that an earlier call with the same words and levels has passed."""
         with suppress(ConfigError, KeyError, TypeError):
             found = read_object(self.folder / REPORT)
             if (found["words"], found["levels"]) == ([*self.words], [*self.levels]):
-                passed = [Finding(**{**row, "details": tuple(row["details"])}) for row in found["rows"]]
-                return {row.name: Rung(row, **found["rungs"][row.name]) for row in passed if row.state == "fine"}
+                rows = [Finding(**{**row, "details": tuple(row["details"])}) for row in found["rows"]]
+                return {row.name: Rung(row, **found["rungs"][row.name]) for row in rows if row.state == "fine"}
         return {}
 
     def _write(self) -> None:
@@ -193,11 +191,12 @@ class Bringup:
     # ---- rungs
 
     def _machine(self) -> Rung:
-        node = Node(self.run)
+        saving = () if self.run.verl.trainer.nnodes > 1 else _SAVING  # as rung resume does
+        node = Node(self.compose(saving))
         if node.nodes == 1 and self.run.recipe.ray_address is None:
             report, _ = doctor.check_this_node(node)
         else:
-            report, _ = doctor.check_all_nodes(node, [*self.words, *self.option])
+            report, _ = doctor.check_all_nodes(node, [*self.words, *saving, *self.option])
         faults, rates = [], []
         for each in report.findings:
             place = f" [{each.where}]" if each.where else ""
@@ -251,7 +250,7 @@ class Bringup:
             f"{len(rows)} groups of {len({row['group'] for row in rows})} kinds" if rows else "one rank has no group"
         )
         peers = [row["seconds"] for row in rows if row["group"] == _EXPERTS]
-        for row in exchanges:
+        for row in exchanges if not faults else ():
             found += f"; MC2 takes {_cell(1e3 * row['seconds'])} ms, all-to-all one way {_cell(1e3 * max(peers))}"
         return self._rung("groups", faults, found, start.todo, rows=rows, mc2=exchanges)
 
@@ -315,8 +314,8 @@ class Bringup:
         if self.run.verl.trainer.nnodes > 1:
             return _not_run("resume", "for one node, as rung levels")
         level = "reference" if "reference" in self.levels else self.levels[-1]
-        words = [*levels.level_words(self.run, level), "trainer.save_freq=1", "recipe.restart.max_restarts=0"]
-        words += ["trainer.total_training_steps=3", "trainer.max_actor_ckpt_to_keep=1"]
+        words = [*levels.level_words(self.run, level), *_SAVING, "trainer.total_training_steps=3"]
+        words.append("recipe.restart.max_restarts=0")
         home = self.run.home.with_name(f"{self.run.recipe.run}_bringup_resume")
         earlier, killed = {start.name for start in list_starts(home)}, list[int]()
 

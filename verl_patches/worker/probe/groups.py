@@ -22,7 +22,6 @@ from verl_patches.worker.probe.operators import check_mc2, check_operators
 OPERATORS, MC2 = "operators", "MC2"  # probes beside the kinds of groups
 EXPERTS = "rollout experts"  # the groups over which MC2 exchanges tokens too
 REPEATS = 5
-_compared: set[tuple[str, str]] = set()  # operators and shapes that this process has compared
 _BUCKET = 40_000_000  # elements of a bucket of gradients: megatron.core.distributed.DistributedDataParallelConfig
 
 
@@ -75,16 +74,17 @@ def group_probes(run: RunSpec) -> tuple[str, ...]:
     return (*kinds, *([MC2] if by_mc2 else []))
 
 
-def measure(run: RunSpec, what: str) -> dict[str, Any]:
+def measure(run: RunSpec, what: str, compared: set[tuple[str, str]]) -> dict[str, Any]:
     """Return what this rank measures; all ranks of the run make this call.
 
+    compared: operators and shapes of this process's earlier calls, which are left out; those of this call are added.
     OPERATORS, with any words behind it: {rows: an OperatorRow as a mapping for each}, on the first rank of a node.
     MC2: {rows}, of one row. A kind of groups: {ranks, bytes, seconds, wrong}: of this rank's group, the fastest of
     REPEATS calls, and what came out wrong, else "".
     """
     if what.startswith(OPERATORS):
         first = int(os.environ.get("RAY_LOCAL_RANK", 0)) == 0
-        return {"rows": [asdict(row) for row in check_operators(run, _compared)] if first else []}
+        return {"rows": [asdict(row) for row in check_operators(run, compared)] if first else []}
     kind = group_kinds(run)[EXPERTS if what == MC2 else what]
     ranks, group = _make_group(kind.groups)
     try:
