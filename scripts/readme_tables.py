@@ -15,7 +15,6 @@ import inspect
 import json
 import re
 import sys
-import textwrap
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from itertools import groupby
@@ -36,7 +35,7 @@ from verl_patches.model.mindspeed.arguments import REQUIRED_ARGUMENTS, SIZE_ARGU
 from verl_patches.patching.spec import PatchSpec  # noqa: E402
 from verl_patches.patching.switches import Switches  # noqa: E402
 from verl_patches.platform.npu.machine import HARDWARE  # noqa: E402
-from verl_patches.recipe import Recipe, Reward  # noqa: E402
+from verl_patches.recipe import Recipe  # noqa: E402
 from verl_patches.run.resolve import CONFIGS_DIR  # noqa: E402
 from verl_patches.upstream.pins import Line, Pins, load_pins  # noqa: E402
 from verl_patches.values import allowed_values_text, field_types  # noqa: E402
@@ -131,13 +130,8 @@ def _pin_cells(line: Line) -> dict[str, str]:
     return {**found, "engine": line.engine, "Python": " / ".join(line.python), **versions, **line.system}
 
 
-def all_recipe_tables() -> str:
-    """Return the tables of the recipe and of an entry of its list of rewards."""
-    return recipe_tables() + recipe_tables(Reward, "recipe.rewards[]")
-
-
-def recipe_tables(schema: type = Recipe, prefix: str = "recipe") -> str:
-    """Return a table of all keys of a section and its inner sections: default, values, the docstring's description.
+def recipe_lists(schema: type = Recipe, prefix: str = "recipe") -> str:
+    """Return a list of the keys of a section and its inner sections: default, values, first sentence of the meaning.
 
     Raises ValueError for a key without a description and for a description without a key.
     """
@@ -146,26 +140,30 @@ def recipe_tables(schema: type = Recipe, prefix: str = "recipe") -> str:
     }
     own = [item for item in fields(schema) if item.name not in sections]
     head, *paragraphs = re.split(r"\n\s*\n", inspect.getdoc(schema) or "")
-    text = [f"## `{prefix}`", "", head, ""]
+    text = [f"### `{prefix}`", "", _first_sentence(head), ""]
     described: set[str] = set()
     for paragraph in paragraphs:
         entries = _described_keys(paragraph, [item.name for item in own])
         if not entries:
-            text += [textwrap.fill(" ".join(paragraph.split()), 118), ""]
+            text += [_first_sentence(paragraph), ""]
             continue
-        text += ["| key | default; values | meaning |", "|---|---|---|"]
-        cells = [(item.name, _key_cells(schema, item, entries[item.name])) for item in own if item.name in entries]
-        for same, group in groupby(cells, key=itemgetter(1)):
-            keys = ", ".join(f"`{prefix}.{name}`" for name, _ in group)
-            text.append(f"| {keys} | {' | '.join(same)} |")
+        keys = [(_key_values(schema, item), entries[item.name]) for item in own if item.name in entries]
+        for meaning, group in groupby(keys, key=itemgetter(1)):
+            text.append(f"- {', '.join(key for key, _ in group)}: {_first_sentence(meaning)}")
         text.append("")
         described |= entries.keys()
     if missing := [item.name for item in own if item.name not in described]:
         raise ValueError(
             f"{schema.__name__}: expected a description of {', '.join(missing)} in its docstring, found none"
         )
-    inner = [recipe_tables(section, f"{prefix}.{name}") for name, section in sections.items()]
+    inner = [recipe_lists(section, f"{prefix}.{name}") for name, section in sections.items()]
     return "\n".join(text) + "\n" + "".join(inner)
+
+
+def _first_sentence(text: str) -> str:
+    """Return the first sentence without files of code and upstream symbols in parentheses."""
+    sentence = re.split(r"(?<!\beq)\.\s", " ".join(text.split()) + " ")[0].rstrip(". ") + "."
+    return re.sub(r" \((?:\w+, )?(?:vllm_ascend\.|\w+/)[^()]*\)", "", sentence).replace("<", "\\<")
 
 
 def _described_keys(paragraph: str, names: list[str]) -> dict[str, str]:
@@ -181,17 +179,22 @@ def _described_keys(paragraph: str, names: list[str]) -> dict[str, str]:
     return found
 
 
-def _key_cells(schema: type, item: Field, meaning: str) -> tuple[str, str]:
-    """Return the cells (default and values, meaning) of a key; for a boolean the values are left out."""
+def _key_values(schema: type, item: Field) -> str:
+    """Return a key with its default and, where the default does not show them, its other values."""
     default = item.default
     if default is MISSING:
         default = "required" if item.default_factory is MISSING else item.default_factory()
     plain = {None: "null", True: "true", False: "false"}
     shown = plain[default] if default is None or isinstance(default, bool) else str(default)
     values = allowed_values_text(field_types(schema)[item.name])
-    values = "" if values == "true or false" else "; " + values.replace("whole number", "integer").removeprefix("a ")
-    value, text = (cell.replace("|", "\\|").replace("<", "\\<") for cell in (f"`{shown}`{values}", meaning))
-    return value, text
+    others = []
+    if values.startswith("one of "):
+        words = values.removeprefix("one of ").partition(" (")[0].removesuffix(" or null").split(", ")
+        others = [word for word in words if word != shown]
+    elif default is None:
+        kind = values.removesuffix(" or null").removeprefix("a ").replace("whole number", "integer").partition(",")[0]
+        others = [kind if " or " in kind else kind.split()[0]]
+    return f"`{item.name}` ({', '.join([f'`{shown}`', *others])})"
 
 
 def models_table() -> str:
@@ -288,7 +291,7 @@ def _file_tables(name: str) -> dict[str, str]:
         return {"rows": public_recipe.rows_table(), "totals": public_recipe.totals_table()}
     if name == PATCHES:
         return {"patches": patches_table(ROWS)}
-    return {"recipe": all_recipe_tables()}
+    return {"recipe": recipe_lists()}
 
 
 def stale_files(write: bool = False) -> list[str]:

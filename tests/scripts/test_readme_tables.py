@@ -34,4 +34,4 @@ Unknown.__doc__ = "A section.\n\nthere: is described.\ngone: was a key once.\n"
 @pytest.mark.parametrize(("section", "named"), [(Undescribed, "absent"), (Unknown, "gone")])
 def test_a_key_without_a_description_and_a_description_without_a_key_are_refused(section, named):
     with pytest.raises(ValueError, match=named):
-        readme_tables.recipe_tables(section)
+        readme_tables.recipe_lists(section)
