@@ -140,16 +140,16 @@ def recipe_lists(schema: type = Recipe, prefix: str = "recipe") -> str:
     }
     own = [item for item in fields(schema) if item.name not in sections]
     head, *paragraphs = re.split(r"\n\s*\n", inspect.getdoc(schema) or "")
-    text = [f"### `{prefix}`", "", _first_sentence(head), ""]
+    text = [f"### `{prefix}`", "", _shown_sentence(head), ""]
     described: set[str] = set()
     for paragraph in paragraphs:
         entries = _described_keys(paragraph, [item.name for item in own])
         if not entries:
-            text += [_first_sentence(paragraph), ""]
+            text += [_shown_sentence(paragraph), ""]
             continue
         keys = [(_key_values(schema, item), entries[item.name]) for item in own if item.name in entries]
         for meaning, group in groupby(keys, key=itemgetter(1)):
-            text.append(f"- {', '.join(key for key, _ in group)}: {_first_sentence(meaning)}")
+            text.append(f"- {', '.join(key for key, _ in group)}: {_shown_sentence(meaning)}")
         text.append("")
         described |= entries.keys()
     if missing := [item.name for item in own if item.name not in described]:
@@ -160,9 +160,9 @@ def recipe_lists(schema: type = Recipe, prefix: str = "recipe") -> str:
     return "\n".join(text) + "\n" + "".join(inner)
 
 
-def _first_sentence(text: str) -> str:
+def _shown_sentence(text: str) -> str:
     """Return the first sentence without files of code and upstream symbols in parentheses."""
-    sentence = re.split(r"(?<!\beq)\.\s", " ".join(text.split()) + " ")[0].rstrip(". ") + "."
+    sentence = recipe_runs.first_sentence(text)
     return re.sub(r" \((?:\w+, )?(?:vllm_ascend\.|\w+/)[^()]*\)", "", sentence).replace("<", "\\<")
 
 
