@@ -122,7 +122,7 @@ SETTINGS = (
         (None, 8),
         "start; the page's first figures: 4",
         f"{_CHECKPOINT}_num_layers",
-        "61: all layers of each stage, as 8 is there",
+        "all layers of each stage, as 8 is there",
     ),
     Setting("moe_alltoall_overlap_comm", True, _ENGINE, f"{_TRAIN}.moe_alltoall_overlap_comm"),
     Setting("gemm_gradient_accumulation_fusion", True, _ENGINE, f"{_TRAIN}.gemm_gradient_accumulation_fusion"),
@@ -187,7 +187,7 @@ SETTINGS = (
         "frozen_parameter",
         "as the pin, True",
         "unset",
-        note="False here (row memory.graph_addresses): weights have other addresses after each sleep, and graphs must "
+        note="False (row memory.graph_addresses): weights have other addresses after each sleep, and graphs must "
         "read them; what this costs a decode step is not modelled",
     ),
     Setting("VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE", True, "script", f"{_ASCEND}.top_k_optimize"),
@@ -253,15 +253,17 @@ def _run(name: str, level: str) -> RunSpec:
 
 
 @functools.cache
-def reference_table() -> str:
-    """Return the table of all settings: there, source, key and value here, whether equal, note."""
-    text = ["| setting | there | source | here, level=reference | equal | note |", "|---" * 6 + "|"]
+def reference_list() -> str:
+    """Return the settings that are equal here and there, with their values, and a list of the others with notes."""
+    equal, others = [], []
     for setting, ours in comparison():
-        here = "-" if ours is None else f"`{setting.key.removeprefix('actor_rollout_ref.')}` {_both(ours)}"
-        equal = "-" if ours is None else "yes" if ours == setting.values else "no"
-        cells = f"`{setting.name}`", _both(setting.values), setting.source, here, equal, setting.note or "-"
-        text.append(f"| {' | '.join(cells)} |")
-    return "\n".join(text) + "\n"
+        there = f"`{setting.name}` {_both(setting.values)}"
+        if ours == setting.values and not setting.note:
+            equal.append(there)
+            continue
+        here = "; equal here" if ours == setting.values else f"; here `{setting.key}` {_both(ours)}" if ours else ""
+        others.append(f"- {there} ({setting.source}){here}: {setting.note}.".replace("actor_rollout_ref.", ""))
+    return f"Equal: {', '.join(equal)}.\n\nDifferent, or with a note:\n\n" + "\n".join(others) + "\n"
 
 
 def _both(values: tuple[Any, Any]) -> str:

@@ -286,7 +286,7 @@ def _file_tables(name: str) -> dict[str, str]:
     if name == CHECKS:
         return {"checks": checks_table()}
     if name == LEVELS:
-        return {"reference": public_recipe.reference_table(), "gains": public_recipe.gains_table()}
+        return {"reference": public_recipe.reference_list(), "gains": public_recipe.gains_table()}
     if name == PLAN:
         return {"rows": public_recipe.rows_table(), "totals": public_recipe.totals_table()}
     if name == PATCHES:
