@@ -187,7 +187,7 @@ SETTINGS = (
         "frozen_parameter",
         "as the pin, True",
         "unset",
-        note="False (row memory.graph_addresses): weights have other addresses after each sleep, and graphs must "
+        note="False here (row memory.graph_addresses): weights have other addresses after each sleep, and graphs must "
         "read them; what this costs a decode step is not modelled",
     ),
     Setting("VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE", True, "script", f"{_ASCEND}.top_k_optimize"),
@@ -378,14 +378,18 @@ def _range(modelled: float, digits: int = 0) -> str:
 
 
 @functools.cache
-def rows_table() -> str:
-    """Return the table of all published rows, with the model's figure of each and its error."""
-    text = ["| row | quoted s | modelled s | error | fixes |", "|---" * 5 + "|"]
-    for row in calibration_errors():
-        error = "" if row["fixes"] else f"{row['error']:+.1%}"
-        cells = row["row"], f"{row['quoted_s']:g}", f"{row['modelled_s']:g}", error, row["fixes"] or ""
-        text.append(f"| {' | '.join(cells)} |")
-    return "\n".join(text) + "\n"
+def errors_list() -> str:
+    """Return the totals of the published runs, quoted, modelled and their errors, and the largest errors of phases."""
+    rows = [row for row in calibration_errors() if not row["fixes"]]
+    text = []
+    for row in rows:
+        run, _, name = row["row"].rpartition(": ")
+        if name == "total":
+            figures = f"{row['quoted_s']:g} / {row['modelled_s']:.4g} ({row['error']:+.1%})"
+            text.append(f"- {run or 'random weights'}: {figures}")
+    lowest, highest = (end(rows, key=lambda row: row["error"]) for end in (min, max))
+    ends = [f"{row['error']:+.1%} ({row['row']})" for row in (lowest, highest)]
+    return "\n".join([*text, f"- phases: {' to '.join(ends)}"]) + "\n"
 
 
 @functools.cache

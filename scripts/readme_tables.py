@@ -288,7 +288,7 @@ def _file_tables(name: str) -> dict[str, str]:
     if name == LEVELS:
         return {"reference": public_recipe.reference_list(), "gains": public_recipe.gains_table()}
     if name == PLAN:
-        return {"rows": public_recipe.rows_table(), "totals": public_recipe.totals_table()}
+        return {"rows": public_recipe.errors_list(), "totals": public_recipe.totals_table()}
     if name == PATCHES:
         return {"patches": patches_table(ROWS)}
     return {"recipe": recipe_lists()}
