@@ -255,14 +255,14 @@ def checks_table() -> str:
     return "\n".join(text)
 
 
-def patches_table(specs: Sequence[PatchSpec]) -> str:
-    """Return a table with a row per patch: id, role and feature, target, and runs that may use it (RUN_WORDS)."""
-    text = ["| id | role | target | on |", "|---" * 4 + "|"]
+def patches_list(specs: Sequence[PatchSpec]) -> str:
+    """Return a list of the patches: id, role unless it is correctness, runs that may use it (RUN_WORDS), and target."""
+    text = []
     for spec in specs:
         on = tuple(name for name, (line, platform) in RUNS.items() if Switches(line, platform).decide(spec)[0])
-        role = f"{spec.role}: {spec.feature}" if spec.feature else spec.role
-        cells = f"`{spec.id}`", role, f"`{spec.target}`"
-        text.append(f"| {' | '.join(cells)} | {RUN_WORDS.get(on) or ', '.join(on)} |")
+        role = [] if spec.role == "correctness" else [f"{spec.role}: {spec.feature}" if spec.feature else spec.role]
+        words = [*role, RUN_WORDS.get(on) or ", ".join(on)]
+        text.append(f"- `{spec.id}` ({', '.join(words)}): `{spec.target}`")
     return "\n".join(text) + "\n"
 
 
@@ -290,7 +290,7 @@ def _file_tables(name: str) -> dict[str, str]:
     if name == PLAN:
         return {"rows": public_recipe.errors_list(), "totals": public_recipe.totals_table()}
     if name == PATCHES:
-        return {"patches": patches_table(ROWS)}
+        return {"patches": patches_list(ROWS)}
     return {"recipe": recipe_lists()}
 
 

@@ -50,7 +50,7 @@ def test_the_example_works_as_written(repository_copy):
         done = run(repository_copy, *line.split()[1:])
         assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     assert run(repository_copy, *table[:1]).returncode == 0
-    assert "| `advantage.finite_rewards` |" in (repository_copy / PAGE).read_text()
+    assert "- `advantage.finite_rewards` (pypi)" in (repository_copy / PAGE).read_text()
     assert tests.split()[:3] == ["bash", "scripts/test.sh", TEST]
 
     def run_python(code, patches):
