@@ -15,7 +15,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -43,8 +43,8 @@ from verl_patches.values import allowed_values_text, field_types  # noqa: E402
 READMES = {"README.md": "en", "README_zh.md": "zh"}
 PINS, PATCHES, RECIPE = "docs/line-a3.md", "docs/patches.md", "docs/configuration.md"
 CHECKS, RECIPES, LEVELS = "docs/operate.md", "docs/recipes.md", "docs/levels.md"
-PLAN = "docs/plan.md"
-FILES = (*READMES, PINS, PATCHES, RECIPE, CHECKS, RECIPES, LEVELS, PLAN)
+PLAN, CHINESE_RECIPE = "docs/plan.md", "docs/zh/configuration.md"
+FILES = (*READMES, PINS, PATCHES, RECIPE, CHINESE_RECIPE, CHECKS, RECIPES, LEVELS, PLAN)
 WORDS = {
     "en": {
         "engine": "vLLM's engine",
@@ -59,6 +59,27 @@ WORDS = {
         "driver": "昇腾驱动、固件",
         "cann": "CANN toolkit、kernels、NNAL",
     },
+}
+CHINESE_SECTIONS = {  # {section: what it holds}; the meanings of its keys stay in English
+    "recipe": "一次运行的设置。",
+    "recipe.data": "如何处理 data.train_files 和 data.val_files 中的坏行。",
+    "recipe.objective": "目标：采样回复的奖励，或固定回复的损失；后者不启动推理引擎。",
+    "recipe.train": "训练的布局和引擎，是对 verl 的 megatron 一节的补充。",
+    "recipe.rollout": "rollout 的布局，是对 verl 的 rollout 一节的补充。",
+    "recipe.rollout.ascend": "vllm-ascend 的选项，只用于平台 npu。",
+    "recipe.weight_sync": "每次 rollout 之前是否把权重从训练同步到 vLLM。",
+    "recipe.reshard": "reshard.* 各行如何同步权重；没有这些行时使用 verl 自己的路径，这些键无效。",
+    "recipe.rollout_correction": "vLLM 的概率与 actor 不同时修正策略梯度；名称与 verl 相同。",
+    "recipe.filter_groups": "只用回复奖励不全相同的 prompt 训练（DAPO 的动态采样）。",
+    "recipe.tensor_cache": "tensor cache，256 die 的配置中是打开的。",
+    "recipe.memory": "每个 worker 的内存账本，以及与内存规划比较的主机内存。",
+    "recipe.logprob_check": "比较 vLLM 与 actor 对采样 token 的 log-prob：mean |delta|，单位 nat。",
+    "recipe.hccl": "昇腾的集合通信，只用于平台 npu。",
+    "recipe.profile": "要采集的步、rank 和阶段，以及计算 MFU 的设备峰值。",
+    "recipe.timeouts": "多长时间之后结束运行。",
+    "recipe.watch": "停滞检测：一个进程可以在一个阶段停留多久。",
+    "recipe.alarms": "根据每一步的记录发出警报。",
+    "recipe.restart": "何时从最后一个检查点重新开始运行。",
 }
 # (line, platform) of production and of tests/loop, which fails where a row that its run needs is not active
 RUNS = {"production": ("a3", "npu"), "pypi": ("pypi", "cpu"), "a3": ("a3", "cpu"), "emulated": ("a3", "npu_emulated")}
@@ -130,17 +151,18 @@ def _pin_cells(line: Line) -> dict[str, str]:
     return {**found, "engine": line.engine, "Python": " / ".join(line.python), **versions, **line.system}
 
 
-def recipe_lists(schema: type = Recipe, prefix: str = "recipe") -> str:
+def recipe_lists(schema: type = Recipe, prefix: str = "recipe", heads: Mapping[str, str] | None = None) -> str:
     """Return a list of the keys of a section and its inner sections: default, values, first sentence of the meaning.
 
-    Raises ValueError for a key without a description and for a description without a key.
+    `heads` replaces what docstrings say of sections. Raises ValueError for a key without a description and for a
+    description without a key.
     """
     sections = {
         name: kind for name, kind in field_types(schema).items() if isinstance(kind, type) and is_dataclass(kind)
     }
     own = [item for item in fields(schema) if item.name not in sections]
     head, *paragraphs = re.split(r"\n\s*\n", inspect.getdoc(schema) or "")
-    text = [f"### `{prefix}`", "", _shown_sentence(head), ""]
+    text = [f"### `{prefix}`", "", (heads or {}).get(prefix, _shown_sentence(head)), ""]
     described: set[str] = set()
     for paragraph in paragraphs:
         entries = _described_keys(paragraph, [item.name for item in own])
@@ -156,7 +178,7 @@ def recipe_lists(schema: type = Recipe, prefix: str = "recipe") -> str:
         raise ValueError(
             f"{schema.__name__}: expected a description of {', '.join(missing)} in its docstring, found none"
         )
-    inner = [recipe_lists(section, f"{prefix}.{name}") for name, section in sections.items()]
+    inner = [recipe_lists(section, f"{prefix}.{name}", heads) for name, section in sections.items()]
     return "\n".join(text) + "\n" + "".join(inner)
 
 
@@ -291,7 +313,7 @@ def _file_tables(name: str) -> dict[str, str]:
         return {"rows": public_recipe.errors_list(), "totals": public_recipe.totals_table()}
     if name == PATCHES:
         return {"patches": patches_list(ROWS)}
-    return {"recipe": recipe_lists()}
+    return {"recipe": recipe_lists(heads=CHINESE_SECTIONS if name == CHINESE_RECIPE else None)}
 
 
 def stale_files(write: bool = False) -> list[str]:

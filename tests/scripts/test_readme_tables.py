@@ -14,7 +14,7 @@ def test_the_tables_are_fresh():
 
 
 def test_a_stale_table_is_named_and_written(tmp_path, monkeypatch):
-    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "zh").mkdir(parents=True)
     for name in readme_tables.FILES:
         (tmp_path / name).write_text((ROOT / name).read_text())
     spoilt = tmp_path / readme_tables.PINS
