@@ -152,11 +152,7 @@ SETTINGS = (
         "graph_batch_sizes", [64], f"{_SPMD}, {_WORKERS}", f"{_GRAPHS}.graph_batch_sizes", "one graph: max_num_seqs"
     ),
     Setting(
-        "max_num_seqs",
-        64,
-        _WORKERS,
-        f"{_ROLLOUT}.engine_kwargs.vllm.max_num_seqs",
-        "here as many as are never preempted",
+        "max_num_seqs", 64, _WORKERS, f"{_ROLLOUT}.engine_kwargs.vllm.max_num_seqs", "as many as are never preempted"
     ),
     Setting("enable_multistream_mla", True, _SPMD, f"{_ASCEND}.multistream_mla"),
     Setting("enable_multistream_moe", True, _SPMD, f"{_ASCEND}.multistream_moe"),
@@ -216,11 +212,11 @@ SETTINGS = (
         "a minute less than recipe.train.distributed_timeout_minutes, so that HCCL reports before the watchdog",
     ),
     Setting(
-        "HCCL_IF_BASE_PORT", 64247, "script", "recipe.hccl.base_port", "144 ports outside of those that programs get"
+        "HCCL_IF_BASE_PORT", 64247, "script", "recipe.hccl.base_port", "144 ports outside the range of ephemeral ports"
     ),
     Setting("SOCKET_IFNAME", "given", "script", note="recipe.hccl.interface; null finds the one towards Ray's head"),
     Setting("MASTER_ADDR", "given", "script", note="the first of `hosts` in configs/cluster_256die.yaml"),
-    Setting("DIST_CKPT_PATH", "shards", "script", note="none: actor_rollout_ref.model.path is read by every rank"),
+    Setting("DIST_CKPT_PATH", "shards", "script", note="not used: every rank reads actor_rollout_ref.model.path"),
     Setting("PROFILE_UPDATE", "0", "script", note="recipe.profile.steps=[N]"),
     Setting("PRINT_MEMORY", "1", "script", note="recipe.memory.ledger, on"),
     Setting("ROLLOUT_REBALANCE_ENABLE", "unset", _WORKERS, note="recipe.rollout.rebalance_every, at level tuned"),

@@ -6,7 +6,7 @@
 configs/model and verl_patches/model/mindspeed/arguments.py, `machines` from verl_patches/platform/npu/machine.py,
 `patches` from the catalogue without the emulation, `recipe` from the docstrings of verl_patches/recipe.py, `checks`
 from the rows of verl_patches/launch/doctor/doctor.py, `recipes` from configs/algo and docs/recipes.json
-(scripts/recipe_runs.py), and `reference` and `gains` from configs/level and scripts/public_recipe.py.
+(scripts/recipe_runs.py), and `reference`, `gains`, `rows` and `totals` from configs/level and scripts/public_recipe.py.
 """
 
 from __future__ import annotations
