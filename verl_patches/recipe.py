@@ -139,10 +139,10 @@ class RolloutAscend:
     (vllm_ascend.attention.mla_v1.AscendMLAImpl._forward_prefill).
     mla_pa: let eager decode read both KV caches in place, in place of a copy (VLLM_ASCEND_MLA_PA).
     prefix_caching: let requests share the KV of equal prefixes, as the n responses of a prompt do.
-    vllm_sleep_mode: keep vLLM's sleep mode, whose memory comes back at the addresses that graphs hold
-    (docs/the-step.md). false frees weights and KV cache to torch's pool, has graphs read addresses at each call (row
+    vllm_sleep_mode: false frees weights and KV cache to torch's pool, has graphs read addresses at each call (row
     memory.graph_addresses), and gives torch expandable segments (PYTORCH_NPU_ALLOC_CONF); not tried with torchair's
-    compiler.
+    compiler. true keeps vLLM's sleep mode, whose memory comes back at the addresses that graphs hold
+    (docs/the-step.md).
     top_k_optimize: apply top-k and top-p by a threshold, without a scatter of the vocabulary's 129,280 words
     (VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE, vllm_ascend.patch.worker.patch_common.patch_sampler).
     """
@@ -275,8 +275,8 @@ class LogprobCheck:
     """Compare vLLM's log-probs of sampled tokens with the actor's, as mean |delta| in nats.
 
     action: stop ends the run with an error, report only prints and stores, off does not compare.
-    every: null compares every step's responses, which needs temperature 1 with top-p and top-k off; N samples extra
-    sequences in the first step and each N-th after it. The step itself does not change.
+    every: null compares the responses of every step, which needs temperature 1 with top-p and top-k off. N samples
+    extra sequences for the check in the first step and each N-th after it; the step itself does not change.
     sequences: number of those sequences over all replicas, equally many each, of at most 256 tokens; null: one each.
     max_mean_fp32, max_mean_bf16: limit of mean |delta| for this training dtype.
     """
