@@ -122,7 +122,7 @@ SETTINGS = (
         (None, 8),
         "start; the page's first figures: 4",
         f"{_CHECKPOINT}_num_layers",
-        "61: all layers of each stage, as 8 is there",
+        "all layers of each stage, as 8 is there",
     ),
     Setting("moe_alltoall_overlap_comm", True, _ENGINE, f"{_TRAIN}.moe_alltoall_overlap_comm"),
     Setting("gemm_gradient_accumulation_fusion", True, _ENGINE, f"{_TRAIN}.gemm_gradient_accumulation_fusion"),
@@ -152,11 +152,7 @@ SETTINGS = (
         "graph_batch_sizes", [64], f"{_SPMD}, {_WORKERS}", f"{_GRAPHS}.graph_batch_sizes", "one graph: max_num_seqs"
     ),
     Setting(
-        "max_num_seqs",
-        64,
-        _WORKERS,
-        f"{_ROLLOUT}.engine_kwargs.vllm.max_num_seqs",
-        "here as many as are never preempted",
+        "max_num_seqs", 64, _WORKERS, f"{_ROLLOUT}.engine_kwargs.vllm.max_num_seqs", "as many as are never preempted"
     ),
     Setting("enable_multistream_mla", True, _SPMD, f"{_ASCEND}.multistream_mla"),
     Setting("enable_multistream_moe", True, _SPMD, f"{_ASCEND}.multistream_moe"),
@@ -216,11 +212,11 @@ SETTINGS = (
         "a minute less than recipe.train.distributed_timeout_minutes, so that HCCL reports before the watchdog",
     ),
     Setting(
-        "HCCL_IF_BASE_PORT", 64247, "script", "recipe.hccl.base_port", "144 ports outside of those that programs get"
+        "HCCL_IF_BASE_PORT", 64247, "script", "recipe.hccl.base_port", "144 ports outside the range of ephemeral ports"
     ),
     Setting("SOCKET_IFNAME", "given", "script", note="recipe.hccl.interface; null finds the one towards Ray's head"),
     Setting("MASTER_ADDR", "given", "script", note="the first of `hosts` in configs/cluster_256die.yaml"),
-    Setting("DIST_CKPT_PATH", "shards", "script", note="none: actor_rollout_ref.model.path is read by every rank"),
+    Setting("DIST_CKPT_PATH", "shards", "script", note="not used: every rank reads actor_rollout_ref.model.path"),
     Setting("PROFILE_UPDATE", "0", "script", note="recipe.profile.steps=[N]"),
     Setting("PRINT_MEMORY", "1", "script", note="recipe.memory.ledger, on"),
     Setting("ROLLOUT_REBALANCE_ENABLE", "unset", _WORKERS, note="recipe.rollout.rebalance_every, at level tuned"),
@@ -253,15 +249,17 @@ def _run(name: str, level: str) -> RunSpec:
 
 
 @functools.cache
-def reference_table() -> str:
-    """Return the table of all settings: there, source, key and value here, whether equal, note."""
-    text = ["| setting | there | source | here, level=reference | equal | note |", "|---" * 6 + "|"]
+def reference_list() -> str:
+    """Return the settings that are equal here and there, with their values, and a list of the others with notes."""
+    equal, others = [], []
     for setting, ours in comparison():
-        here = "-" if ours is None else f"`{setting.key.removeprefix('actor_rollout_ref.')}` {_both(ours)}"
-        equal = "-" if ours is None else "yes" if ours == setting.values else "no"
-        cells = f"`{setting.name}`", _both(setting.values), setting.source, here, equal, setting.note or "-"
-        text.append(f"| {' | '.join(cells)} |")
-    return "\n".join(text) + "\n"
+        there = f"`{setting.name}` {_both(setting.values)}"
+        if ours == setting.values and not setting.note:
+            equal.append(there)
+            continue
+        here = "; equal here" if ours == setting.values else f"; here `{setting.key}` {_both(ours)}" if ours else ""
+        others.append(f"- {there} ({setting.source}){here}: {setting.note}.".replace("actor_rollout_ref.", ""))
+    return f"Equal: {', '.join(equal)}.\n\nDifferent, or with a note:\n\n" + "\n".join(others) + "\n"
 
 
 def _both(values: tuple[Any, Any]) -> str:
@@ -376,14 +374,18 @@ def _range(modelled: float, digits: int = 0) -> str:
 
 
 @functools.cache
-def rows_table() -> str:
-    """Return the table of all published rows, with the model's figure of each and its error."""
-    text = ["| row | quoted s | modelled s | error | fixes |", "|---" * 5 + "|"]
-    for row in calibration_errors():
-        error = "" if row["fixes"] else f"{row['error']:+.1%}"
-        cells = row["row"], f"{row['quoted_s']:g}", f"{row['modelled_s']:g}", error, row["fixes"] or ""
-        text.append(f"| {' | '.join(cells)} |")
-    return "\n".join(text) + "\n"
+def errors_list() -> str:
+    """Return the totals of the published runs, quoted, modelled and their errors, and the largest errors of phases."""
+    rows = [row for row in calibration_errors() if not row["fixes"]]
+    text = []
+    for row in rows:
+        run, _, name = row["row"].rpartition(": ")
+        if name == "total":
+            figures = f"{row['quoted_s']:g} / {row['modelled_s']:.4g} ({row['error']:+.1%})"
+            text.append(f"- {run or 'random weights'}: {figures}")
+    lowest, highest = (end(rows, key=lambda row: row["error"]) for end in (min, max))
+    ends = [f"{row['error']:+.1%} ({row['row']})" for row in (lowest, highest)]
+    return "\n".join([*text, f"- phases: {' to '.join(ends)}"]) + "\n"
 
 
 @functools.cache

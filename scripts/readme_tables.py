@@ -2,11 +2,11 @@
 
     python scripts/readme_tables.py [--write]     exits 1 where a table is stale
 
-`pins` comes from configs/upstream.yaml (with some of its rows in the READMEs and docs/support.md), `models` from
+`pins` comes from configs/upstream.yaml (with some of its rows in the READMEs), `models` from
 configs/model and verl_patches/model/mindspeed/arguments.py, `machines` from verl_patches/platform/npu/machine.py,
 `patches` from the catalogue without the emulation, `recipe` from the docstrings of verl_patches/recipe.py, `checks`
 from the rows of verl_patches/launch/doctor/doctor.py, `recipes` from configs/algo and docs/recipes.json
-(scripts/recipe_runs.py), and `reference` and `gains` from configs/level and scripts/public_recipe.py.
+(scripts/recipe_runs.py), and `reference`, `gains`, `rows` and `totals` from configs/level and scripts/public_recipe.py.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import inspect
 import json
 import re
 import sys
-import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -36,16 +35,16 @@ from verl_patches.model.mindspeed.arguments import REQUIRED_ARGUMENTS, SIZE_ARGU
 from verl_patches.patching.spec import PatchSpec  # noqa: E402
 from verl_patches.patching.switches import Switches  # noqa: E402
 from verl_patches.platform.npu.machine import HARDWARE  # noqa: E402
-from verl_patches.recipe import Recipe, Reward  # noqa: E402
+from verl_patches.recipe import Recipe  # noqa: E402
 from verl_patches.run.resolve import CONFIGS_DIR  # noqa: E402
 from verl_patches.upstream.pins import Line, Pins, load_pins  # noqa: E402
 from verl_patches.values import allowed_values_text, field_types  # noqa: E402
 
 READMES = {"README.md": "en", "README_zh.md": "zh"}
-PINS, PATCHES, RECIPE = "docs/upstream-pins.md", "docs/patches.md", "docs/configuration.md"
-CHECKS, RECIPES, SUPPORT, LEVELS = "docs/doctor.md", "docs/recipes.md", "docs/support.md", "docs/levels.md"
-PLAN = "docs/plan.md"
-FILES = (*READMES, PINS, PATCHES, RECIPE, CHECKS, RECIPES, SUPPORT, LEVELS, PLAN)
+PINS, PATCHES, RECIPE = "docs/line-a3.md", "docs/patches.md", "docs/configuration.md"
+CHECKS, RECIPES, LEVELS = "docs/operate.md", "docs/recipes.md", "docs/levels.md"
+PLAN, CHINESE_RECIPE = "docs/plan.md", "docs/zh/configuration.md"
+FILES = (*READMES, PINS, PATCHES, RECIPE, CHINESE_RECIPE, CHECKS, RECIPES, LEVELS, PLAN)
 WORDS = {
     "en": {
         "engine": "vLLM's engine",
@@ -60,6 +59,27 @@ WORDS = {
         "driver": "昇腾驱动、固件",
         "cann": "CANN toolkit、kernels、NNAL",
     },
+}
+CHINESE_SECTIONS = {  # {section: what it holds}; the meanings of its keys stay in English
+    "recipe": "一次运行的设置。",
+    "recipe.data": "如何处理 data.train_files 和 data.val_files 中的坏行。",
+    "recipe.objective": "目标：采样回复的奖励，或固定回复的损失；后者不启动推理引擎。",
+    "recipe.train": "训练的布局和引擎，是对 verl 的 megatron 一节的补充。",
+    "recipe.rollout": "rollout 的布局，是对 verl 的 rollout 一节的补充。",
+    "recipe.rollout.ascend": "vllm-ascend 的选项，只用于平台 npu。",
+    "recipe.weight_sync": "每次 rollout 之前是否把权重从训练同步到 vLLM。",
+    "recipe.reshard": "reshard.* 各行如何同步权重；没有这些行时使用 verl 自己的路径，这些键无效。",
+    "recipe.rollout_correction": "vLLM 的概率与 actor 不同时修正策略梯度；名称与 verl 相同。",
+    "recipe.filter_groups": "只用回复奖励不全相同的 prompt 训练（DAPO 的动态采样）。",
+    "recipe.tensor_cache": "tensor cache，256 die 的配置中是打开的。",
+    "recipe.memory": "每个 worker 的内存账本，以及与内存规划比较的主机内存。",
+    "recipe.logprob_check": "比较 vLLM 与 actor 对采样 token 的 log-prob：mean |delta|，单位 nat。",
+    "recipe.hccl": "昇腾的集合通信，只用于平台 npu。",
+    "recipe.profile": "要采集的步、rank 和阶段，以及计算 MFU 的设备峰值。",
+    "recipe.timeouts": "多长时间之后结束运行。",
+    "recipe.watch": "停滞检测：一个进程可以在一个阶段停留多久。",
+    "recipe.alarms": "根据每一步的记录发出警报。",
+    "recipe.restart": "何时从最后一个检查点重新开始运行。",
 }
 # (line, platform) of production and of tests/loop, which fails where a row that its run needs is not active
 RUNS = {"production": ("a3", "npu"), "pypi": ("pypi", "cpu"), "a3": ("a3", "cpu"), "emulated": ("a3", "npu_emulated")}
@@ -93,9 +113,7 @@ MEGATRON_FIELDS = {
     "rms_norm_eps": "layernorm_epsilon",
     "rope_theta": "rotary_base",
 }
-README_ROWS = ("use", "state", "engine", "Python", "verl")
-SUPPORT_ROWS: tuple[str, ...] = (*README_ROWS, "Megatron", "MindSpeed", "MindSpeed-LLM", "vLLM", "vllm-ascend")
-SUPPORT_ROWS += ("torch", "torch_npu", "driver", "cann")
+README_ROWS = ("use", "state", "Python", "verl", "vLLM", "vllm-ascend", "torch", "torch_npu", "driver", "cann")
 # {label of a row: repositories, packages and system software of a line that share it}; all others have rows of their
 # own
 SHARED_ROWS = {
@@ -133,41 +151,41 @@ def _pin_cells(line: Line) -> dict[str, str]:
     return {**found, "engine": line.engine, "Python": " / ".join(line.python), **versions, **line.system}
 
 
-def all_recipe_tables() -> str:
-    """Return the tables of the recipe and of an entry of its list of rewards."""
-    return recipe_tables() + recipe_tables(Reward, "recipe.rewards[]")
+def recipe_lists(schema: type = Recipe, prefix: str = "recipe", heads: Mapping[str, str] | None = None) -> str:
+    """Return a list of the keys of a section and its inner sections: default, values, first sentence of the meaning.
 
-
-def recipe_tables(schema: type = Recipe, prefix: str = "recipe") -> str:
-    """Return a table of all keys of a section and its inner sections: default, values, the docstring's description.
-
-    Raises ValueError for a key without a description and for a description without a key.
+    `heads` replaces what docstrings say of sections. Raises ValueError for a key without a description and for a
+    description without a key.
     """
     sections = {
         name: kind for name, kind in field_types(schema).items() if isinstance(kind, type) and is_dataclass(kind)
     }
     own = [item for item in fields(schema) if item.name not in sections]
     head, *paragraphs = re.split(r"\n\s*\n", inspect.getdoc(schema) or "")
-    text = [f"## `{prefix}`", "", head, ""]
+    text = [f"### `{prefix}`", "", (heads or {}).get(prefix, _shown_sentence(head)), ""]
     described: set[str] = set()
     for paragraph in paragraphs:
         entries = _described_keys(paragraph, [item.name for item in own])
         if not entries:
-            text += [textwrap.fill(" ".join(paragraph.split()), 118), ""]
+            text += [_shown_sentence(paragraph), ""]
             continue
-        text += ["| key | default; values | meaning |", "|---|---|---|"]
-        cells = [(item.name, _key_cells(schema, item, entries[item.name])) for item in own if item.name in entries]
-        for same, group in groupby(cells, key=itemgetter(1)):
-            keys = ", ".join(f"`{prefix}.{name}`" for name, _ in group)
-            text.append(f"| {keys} | {' | '.join(same)} |")
+        keys = [(_key_values(schema, item), entries[item.name]) for item in own if item.name in entries]
+        for meaning, group in groupby(keys, key=itemgetter(1)):
+            text.append(f"- {', '.join(key for key, _ in group)}: {_shown_sentence(meaning)}")
         text.append("")
         described |= entries.keys()
     if missing := [item.name for item in own if item.name not in described]:
         raise ValueError(
             f"{schema.__name__}: expected a description of {', '.join(missing)} in its docstring, found none"
         )
-    inner = [recipe_tables(section, f"{prefix}.{name}") for name, section in sections.items()]
+    inner = [recipe_lists(section, f"{prefix}.{name}", heads) for name, section in sections.items()]
     return "\n".join(text) + "\n" + "".join(inner)
+
+
+def _shown_sentence(text: str) -> str:
+    """Return the first sentence without files of code and upstream symbols in parentheses."""
+    sentence = recipe_runs.first_sentence(text)
+    return re.sub(r" \((?:\w+, )?(?:vllm_ascend\.|\w+/)[^()]*\)", "", sentence).replace("<", "\\<")
 
 
 def _described_keys(paragraph: str, names: list[str]) -> dict[str, str]:
@@ -183,17 +201,22 @@ def _described_keys(paragraph: str, names: list[str]) -> dict[str, str]:
     return found
 
 
-def _key_cells(schema: type, item: Field, meaning: str) -> tuple[str, str]:
-    """Return the cells (default and values, meaning) of a key; for a boolean the values are left out."""
+def _key_values(schema: type, item: Field) -> str:
+    """Return a key with its default and, where the default does not show them, its other values."""
     default = item.default
     if default is MISSING:
         default = "required" if item.default_factory is MISSING else item.default_factory()
     plain = {None: "null", True: "true", False: "false"}
     shown = plain[default] if default is None or isinstance(default, bool) else str(default)
     values = allowed_values_text(field_types(schema)[item.name])
-    values = "" if values == "true or false" else "; " + values.replace("whole number", "integer").removeprefix("a ")
-    value, text = (cell.replace("|", "\\|").replace("<", "\\<") for cell in (f"`{shown}`{values}", meaning))
-    return value, text
+    others = []
+    if values.startswith("one of "):
+        words = values.removeprefix("one of ").partition(" (")[0].removesuffix(" or null").split(", ")
+        others = [word for word in words if word != shown]
+    elif default is None:
+        kind = values.removesuffix(" or null").removeprefix("a ").replace("whole number", "integer").partition(",")[0]
+        others = [kind if " or " in kind else kind.split()[0]]
+    return f"`{item.name}` ({', '.join([f'`{shown}`', *others])})"
 
 
 def models_table() -> str:
@@ -243,24 +266,25 @@ def machines_table() -> str:
 
 
 def checks_table() -> str:
-    """Return a table with a row per check of `doctor`."""
+    """Return a table with a row per check of `doctor`, which prints what to do itself."""
     text = []
     for where, rows in (("each node", NODE_ROWS), ("all nodes", ALL_ROWS)):
-        text += [f"| check of {where} | how it is found | expected | what to do |", "|---" * 4 + "|"]
+        text += [f"| check of {where} | how it is found | expected |", "|---" * 3 + "|"]
         for row in rows:
-            cells = row.name, row.method, row.expected, row.todo
+            cells = row.name, row.method, row.expected
             text.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         text.append("")
     return "\n".join(text)
 
 
-def patches_table(specs: Sequence[PatchSpec]) -> str:
-    """Return a table with a row per patch: id, kind, role, feature, target, and runs that may use it (RUN_WORDS)."""
-    text = ["| id | kind | role | feature | target | on |", "|---" * 6 + "|"]
+def patches_list(specs: Sequence[PatchSpec]) -> str:
+    """Return a list of the patches: id, role unless it is correctness, runs that may use it (RUN_WORDS), and target."""
+    text = []
     for spec in specs:
         on = tuple(name for name, (line, platform) in RUNS.items() if Switches(line, platform).decide(spec)[0])
-        cells = f"`{spec.id}`", spec.kind, spec.role, spec.feature or "-", f"`{spec.target}`"
-        text.append(f"| {' | '.join(cells)} | {RUN_WORDS.get(on) or ', '.join(on)} |")
+        role = [] if spec.role == "correctness" else [f"{spec.role}: {spec.feature}" if spec.feature else spec.role]
+        words = [*role, RUN_WORDS.get(on) or ", ".join(on)]
+        text.append(f"- `{spec.id}` ({', '.join(words)}): `{spec.target}`")
     return "\n".join(text) + "\n"
 
 
@@ -278,21 +302,18 @@ def _file_tables(name: str) -> dict[str, str]:
     if name in READMES:
         return {"pins": pins_table(load_pins(), READMES[name], README_ROWS)}
     if name == PINS:
-        return {"pins": pins_table(load_pins(), "en")}
-    if name == SUPPORT:
-        pins = pins_table(load_pins(), "en", SUPPORT_ROWS)
-        return {"pins": pins, "models": models_table(), "machines": machines_table()}
+        return {"pins": pins_table(load_pins(), "en"), "models": models_table(), "machines": machines_table()}
     if name == RECIPES:
         return {"recipes": recipe_runs.presets_table(recipe_runs.read_record(), recipe_runs.presets())}
     if name == CHECKS:
         return {"checks": checks_table()}
     if name == LEVELS:
-        return {"reference": public_recipe.reference_table(), "gains": public_recipe.gains_table()}
+        return {"reference": public_recipe.reference_list(), "gains": public_recipe.gains_table()}
     if name == PLAN:
-        return {"rows": public_recipe.rows_table(), "totals": public_recipe.totals_table()}
+        return {"rows": public_recipe.errors_list(), "totals": public_recipe.totals_table()}
     if name == PATCHES:
-        return {"patches": patches_table(ROWS)}
-    return {"recipe": all_recipe_tables()}
+        return {"patches": patches_list(ROWS)}
+    return {"recipe": recipe_lists(heads=CHINESE_SECTIONS if name == CHINESE_RECIPE else None)}
 
 
 def stale_files(write: bool = False) -> list[str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import re
 import shutil
 import statistics
 import subprocess
@@ -78,6 +79,11 @@ def preset_comment(name: str) -> str:
     lines = (ROOT / "configs" / "algo" / f"{name}.yaml").read_text().splitlines()[1:]
     head = lines[: next(number for number, line in enumerate(lines) if not line.startswith("#"))]
     return " ".join(line.lstrip("# ") for line in head)
+
+
+def first_sentence(text: str) -> str:
+    """Return the first sentence of a description, on one line."""
+    return re.split(r"(?<!\beq)(?<!\bDr)\.\s", " ".join(text.split()) + " ")[0].rstrip(". ") + "."
 
 
 def smoke_arguments(algo: str, where: str, upstream: str | None) -> list[str]:
@@ -161,14 +167,14 @@ def chains_table(record: Mapping[str, Any]) -> str:
     """Return a table of each chain's figures; a chain that failed has the reason instead."""
     text = ["| chain | figure | from | to | changes by at least | how |", "|---" * 6 + "|"]
     for run in record.get("chains", ()):
-        command, name = f"`{run['command']}`", run["chain"]
+        name, how = f"`{run['chain']}`", f"{run['seconds']} s ({run['date']})"
         if run["exit"]:
-            text.append(f"| {command} | - | - | - | - | {_cell(run)} |")
+            text.append(f"| {name} | - | - | - | - | {_cell(run)} |")
             continue
-        for (what, start, first, end, last), least in zip(run["figures"], CHAINS[name].least, strict=True):
+        for (what, start, first, end, last), least in zip(run["figures"], CHAINS[run["chain"]].least, strict=True):
             ends = f"{_number(first)} ({start}) | {_number(last)} ({end})"
-            text.append(f"| {command} | {what} | {ends} | {least:+g} | {run['seconds']} s ({run['date']}) |")
-            command = ""
+            text.append(f"| {name} | {what} | {ends} | {least:+g} | {how} |")
+            name = how = ""
     return "\n".join(text) + "\n"
 
 
@@ -178,15 +184,17 @@ def read_record() -> dict[str, Any]:
 
 
 def presets_table(record: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Return the tables of the presets, of their results in each place, and of the learning runs."""
-    text = ["| `algo=` | what it is |", "|---|---|"]
-    text += [f"| `{name}` | {preset_comment(name).replace('|', '&#124;')} |" for name in names]
+    """Return the presets with what each is and where it ran, and the tables of the learning runs and of the chains."""
     runs = {(run["algo"], run["where"]): run for run in record["runs"]}
     places = [place for place in PLACES if place != "learning"]
-    head = ["`algo=`", *(PLACES[place] for place in places)]
-    text += ["", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for name in names:
-        text.append(f"| `{name}` | " + " | ".join(_cell(runs.get((name, place))) for place in places) + " |")
+    text = [f"- `{name}`: {first_sentence(preset_comment(name))}" for name in names]
+    found = {(name, place): runs.get((name, place)) for name in names for place in places}
+    dates = sorted({run["date"] for run in found.values() if run and not run["exit"]})
+    where = "; ".join(PLACES[place] for place in places)
+    failed = {key: run for key, run in found.items() if run is None or run["exit"]}
+    when = " to ".join(dict.fromkeys(dates[:1] + dates[-1:]))
+    text += ["", f"Each ran {STEPS} steps ({where}; {when}){', except:' if failed else '.'}"]
+    text += [f"- `{name}`, {PLACES[place]}: {_cell(run)}" for (name, place), run in failed.items()]
     steps = f"first {MEAN_STEPS} steps | last {MEAN_STEPS}"
     text += ["", f"| learning run | mean of | {steps} | improves by at least | date |"]
     text.append("|---" * 6 + "|")
@@ -195,7 +203,7 @@ def presets_table(record: Mapping[str, Any], names: Sequence[str]) -> str:
             what, *ends = run.get("learnt") or ["-", None, None]
             numbers = " | ".join(map(_number, (*ends, LEARNING[name][0])))
             how = _cell(run) if run["exit"] else f"[{run['date']}](images/learning_{name}.png)"
-            text.append(f"| `{run['command']}` | {what} | {numbers} | {how} |")
+            text.append(f"| `{name}` | {what} | {numbers} | {how} |")
     text += ["", chains_table(record).rstrip()]
     return "\n".join(text) + "\n"
 

@@ -1,4 +1,4 @@
-"""Test docs/writing-patches.md by carrying it out as written in a copy of the repository."""
+"""Test the example of docs/patches.md by carrying it out as written in a copy of the repository."""
 
 import os
 import re
@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = re.compile(r"<!-- example: (\S+) -->\n```\w+\n(.*?)```", re.DOTALL)
-PAGE, TABLE = "docs/writing-patches.md", "docs/patches.md"
+PAGE = "docs/patches.md"
 PROVIDER, TEST = "verl_patches/trainer/finite_rewards.py", "tests/trainer/test_finite_rewards.py"
 ROW_ABOVE = "UPDATE: tuple[PatchSpec, ...] = (\n"
 
@@ -50,7 +50,7 @@ def test_the_example_works_as_written(repository_copy):
         done = run(repository_copy, *line.split()[1:])
         assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     assert run(repository_copy, *table[:1]).returncode == 0
-    assert "| `advantage.finite_rewards` |" in (repository_copy / TABLE).read_text()
+    assert "- `advantage.finite_rewards` (pypi)" in (repository_copy / PAGE).read_text()
     assert tests.split()[:3] == ["bash", "scripts/test.sh", TEST]
 
     def run_python(code, patches):

@@ -122,12 +122,6 @@ def test_no_rooms_and_no_files_import_each_other(trees):
     assert {room for room, _ in imported_rooms(of_types)} == {"trainer"}
 
 
-def floors_text(packages):
-    """Return the packages of each floor as README lists them."""
-    floors = ([room for room in floor if room in packages] for floor in FLOORS)
-    return " | ".join(f"`{' '.join(floor)}`" for floor in floors if floor)
-
-
 def test_the_top_level_is_few_rooms_on_few_floors(trees):
     packages = {room_name(file) for file in trees if file.parent != PACKAGE}
     assert 1 < len(packages) <= MAX_PACKAGES and len(FLOORS) <= MAX_FLOORS
@@ -136,10 +130,6 @@ def test_the_top_level_is_few_rooms_on_few_floors(trees):
         graph.add_edges_from((room_name(file), room) for room, _ in imported_rooms(tree) if room != room_name(file))
     chain = networkx.dag_longest_path(graph.subgraph(packages - {EMULATION_ROOM}))
     assert 1 < len(chain) <= MAX_FLOORS, f"the longest chain of imports has {len(chain)} packages: {' > '.join(chain)}"
-    drawn = floors_text(packages)
-    assert drawn.startswith("`patching layout") and drawn.endswith("| `cli`")
-    for page in ("README.md", "README_zh.md"):
-        assert drawn in (ROOT / page).read_text(), f"{page}: expected the floors as they are: {drawn}"
 
 
 def test_tests_lie_under_the_name_of_what_they_test():

@@ -388,7 +388,7 @@ ADVANTAGE: tuple[PatchSpec, ...] = (
     _row("advantage.objective", "wrap", f"{_TRAINER}:compute_advantage",
          "verl_patches.step.objectives.advantages:objective_advantages",
          "verl's Megatron trainer has no loss of fixed responses; with these advantages its own update has the "
-         "gradient of each of them (docs/own-data-and-reward.md).", processes=_CONTROLLER, feature="fixed_data"),
+         "gradient of each of them (docs/data.md).", processes=_CONTROLLER, feature="fixed_data"),
 )  # fmt: skip
 
 UPDATE: tuple[PatchSpec, ...] = (

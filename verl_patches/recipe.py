@@ -55,19 +55,18 @@ class Train:
     """Set the training layout and engine, beyond verl's megatron section.
 
     layers_per_stage: number of layers of each pipeline stage in model order; null splits them evenly.
-    expert_split: how verl's expert sizes are read. etp cuts each expert over expert_tensor_parallel_size ranks.
-    tp_extend_ep cuts none: expert_model_parallel_size then counts the TP x EP ranks over which whole experts are spread
-    (MindSpeed's moe_tp_extend_ep).
+    expert_split: etp cuts each expert over expert_tensor_parallel_size ranks; tp_extend_ep spreads whole experts over
+    expert_model_parallel_size ranks. These are the TP x EP ranks of MindSpeed's moe_tp_extend_ep.
     skip_old_log_prob: the update uses its own log-probs as the old ones, and the actor's separate pass for them is
     left out. Refused unless the update is one mini batch and one epoch (step/log_probs/ratio_settings.py).
-    importance_ratio: the ratio that the update clips: token is the ratio of each token's new and old probability,
-    sequence the geometric mean of these over the sequence (GSPO). sequence needs loss_agg_mode=seq-mean-token-mean.
-    routing_replay: R2 records the routed experts of every token in the actor's pass for old log-probs, and the update
-    selects them again (step/replay/routing_replay.py); null: each pass routes by itself.
+    importance_ratio: the ratio of new and old probability that the update clips: each token's, or the geometric mean
+    over the sequence (GSPO). sequence needs loss_agg_mode=seq-mean-token-mean.
+    routing_replay: R2 lets the update select the experts that the actor's pass for old log-probs has selected
+    (step/replay/routing_replay.py); null: each pass routes by itself.
     max_skipped_steps: end the run after this many optimizer steps in a row with a gradient that is NaN or infinite.
 
-    The other keys are for line a3; model/mindspeed/arguments.py maps each to an engine argument. Line pypi accepts only
-    their defaults.
+    The other keys are for line a3; line pypi accepts only their defaults. model/mindspeed/arguments.py maps each to an
+    engine argument.
 
     swap_optimizer: keep optimizer states on the host; the update brings them to the device in pieces of whole tensors.
     swap_optimizer_times: a piece holds at most 1/swap_optimizer_times of the states, or one tensor.
@@ -75,15 +74,15 @@ class Train:
     use_fused_moe_token_permute_and_unpermute: MindSpeed's fused kernels that order tokens by expert, and back.
     gradient_accumulation_fusion, gemm_gradient_accumulation_fusion: add weight gradients of linear layers, or of
     experts, to the fp32 gradients inside the matrix product's kernel.
-    unpadded_attention: pass attention values with their own v_head_dim, instead of padding query, key and value to 256
-    (at 671B).
+    unpadded_attention: pass attention values with their own v_head_dim, instead of padding query, key and value. At
+    671B they are padded to 256.
     moe_alltoall_overlap_comm: overlap the experts' exchange with computation.
     overlap_grad_reduce: reduce gradients in the backward pass of the last micro batch, bucket by bucket, instead of
     after it. Only the first pipeline stage has several buckets.
     ddp_bucket_size: parameters of a bucket; null is Megatron's: 40 million, or a million a data-parallel rank if more.
     distributed_timeout_minutes: time limit of a training collective; HCCL's own, on NPUs, is a minute less.
-    moe_router_bias_update_rate: step size of the router's correction bias, towards experts with few tokens of the
-    update; 0 leaves the biases unchanged. No auxiliary loss is used.
+    moe_router_bias_update_rate: step size of the router's correction bias; 0 leaves it unchanged. It grows for experts
+    with few tokens of the update. No auxiliary loss is used.
     balanced_routing: send equally many tokens to every expert, regardless of the router. For speed runs only.
     adam_beta1, adam_beta2, adam_eps: Adam's parameters; the defaults are those of verl and Megatron.
     """
@@ -116,25 +115,25 @@ class Train:
 
 @dataclass
 class RolloutAscend:
-    """Set options of vllm-ascend, on platform npu only; run/engine_options.py writes them where the engine reads them.
+    """Set options of vllm-ascend, on platform npu only. run/engine_options.py writes them where the engine reads them.
 
-    Symbols are those of vllm-ascend f20869ef. A default is the pin's unless its key gives a reason.
+    A default is the pin's unless its key gives a reason. Symbols are those of vllm-ascend f20869ef.
 
     graphs: decode in torchair graphs. It decides rollout.enforce_eager and rollout.free_cache_engine too, as the pin
     refuses other combinations (vllm_ascend.ascend_config.check_ascend_config).
-    graph_batch_sizes: sizes to which decode batches are padded. Each has a graph, which takes 0.5 to 1.5 minutes to
-    compile (vllm_ascend.worker.model_runner_v1.NPUModelRunner.capture_model). null takes max_num_seqs alone; at
-    level=tuned also 8, 16, 32, ... below it, unless rollout.ignore_eos keeps batches full.
+    graph_batch_sizes: sizes to which decode batches are padded; null: max_num_seqs, at level=tuned more. Each has a
+    graph, which takes 0.5 to 1.5 minutes to compile (vllm_ascend.worker.model_runner_v1.NPUModelRunner.capture_model).
+    The further ones of level=tuned are 8, 16, 32, ... below max_num_seqs, unless rollout.ignore_eos keeps batches full.
     multistream_mla: run KV normalisation and rotary embedding of decode on a second stream
     (vllm_ascend.attention.mla_v1.AscendMLAImpl.exec_kv; row rollout.ascend_multistream_mla).
-    multistream_moe: run the shared expert of decode on a second stream (vllm_ascend.ops.fused_moe.AscendFusedMoE); with
+    multistream_moe: run the shared expert of decode on a second stream (vllm_ascend.ops.fused_moe.AscendFusedMoE). With
     TP its weights are whole on every rank (vllm_ascend.models.deepseek_v2.CustomDeepseekV2MoE) and tokens go to experts
     without an all-reduce (vllm_ascend.models.deepseek_v2.CustomDeepseekV2DecoderLayer).
     view_optimize: let torchair fold views into strides
     (vllm_ascend.worker.model_runner_v1.NPUModelRunner._get_torchair_lazy_compiled_model).
-    kv_nz: keep the KV cache in the NZ format. true is refused, as prompts are written a second time in the other format
+    kv_nz: keep the KV cache in the NZ format; true is refused. Prompts are written a second time in the other format
     (vllm_ascend.attention.mla_v1.AscendMLAImpl.forward; vllm-ascend PR 3066).
-    scheduler: v1 is vLLM V1's scheduler, which mixes decodes and chunks of prompts; ascend is vllm-ascend's
+    scheduler: v1 is vLLM V1's, which mixes decodes and chunks of prompts; ascend is vllm-ascend's
     (vllm_ascend.platform.NPUPlatform.check_and_update_config), which takes prompts whole.
     chunked_prefill_for_mla: compute attention of a prompt's chunk by the ring kernel instead of a loop
     (vllm_ascend.attention.mla_v1.AscendMLAImpl._forward_prefill).
@@ -142,7 +141,8 @@ class RolloutAscend:
     prefix_caching: let requests share the KV of equal prefixes, as the n responses of a prompt do.
     vllm_sleep_mode: false frees weights and KV cache to torch's pool, has graphs read addresses at each call (row
     memory.graph_addresses), and gives torch expandable segments (PYTORCH_NPU_ALLOC_CONF); not tried with torchair's
-    compiler. true keeps vLLM's sleep mode, whose memory comes back at the addresses that graphs hold (docs/memory.md).
+    compiler. true keeps vLLM's sleep mode, whose memory comes back at the addresses that graphs hold
+    (docs/the-step.md).
     top_k_optimize: apply top-k and top-p by a threshold, without a scatter of the vocabulary's 129,280 words
     (VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE, vllm_ascend.patch.worker.patch_common.patch_sampler).
     """
@@ -217,9 +217,10 @@ class RolloutCorrection:
 
     rollout_is: weight a token's gradient by pi_actor / pi_rollout of the token or of its sequence; null is off.
     rollout_is_threshold: upper limit of that weight.
-    rollout_rs: give no gradient where pi_rollout / pi_actor (the inverse, as in verl) is outside rollout_rs_threshold:
-    a token's (token_k1), the product over its sequence (seq_sum_k1) or its geometric mean (seq_mean_k1); null is off.
-    rollout_rs_threshold: LOWEST_HIGHEST, such as 0.5_2.0, or the highest alone, such as 2.0; each number with a
+    rollout_rs: give no gradient where pi_rollout / pi_actor is outside rollout_rs_threshold; null is off. The ratio is
+    the inverse, as in verl: a token's (token_k1), the product over its sequence (seq_sum_k1) or its geometric mean
+    (seq_mean_k1).
+    rollout_rs_threshold: LOWEST_HIGHEST, such as 0.5_2.0, or the highest alone, such as 2.0. Each number has a
     decimal point, as YAML reads 0.5_2 as 0.52.
     """
 
@@ -233,7 +234,7 @@ class RolloutCorrection:
 class FilterGroups:
     """Train only on prompts whose responses have different rewards (dynamic sampling of DAPO).
 
-    metric: the value that must differ: score (the reward) or a key of the reward function's dict, such as acc; null
+    metric: the value that must differ: score (the reward), or a key of the reward function's dict, such as acc; null
     trains on all prompts. With a metric each step draws batches, after one weight sync, until it has found
     data.train_batch_size prompts, drops further ones, and the run ends by trainer.total_training_steps, not by epochs.
     max_num_gen_batches: end the run where a step finds too few prompts in this many batches.
@@ -329,8 +330,8 @@ class Profile:
     steps: numbers of the steps that are profiled, as the step table counts them; null: none. Their times are not
     comparable, and medians of `report` leave them out.
     ranks: ranks that write traces.
-    phases: phases of memory/schedule.py that they trace, without reward and advantage, which run on the controller.
-    null traces all of these.
+    phases: phases that they trace, such as [rollout, update]; null traces all. They are those of memory/schedule.py,
+    without reward and advantage, which run on the controller.
     stacks: record Python stacks too, which makes traces larger and the phases slower.
     peak_tflops: dense bf16 TFLOP/s of one device; null takes that of the platform (353.9 of an A3 die). A CPU has no
     default, so that MFU is not printed (layout/flops.py).
@@ -345,7 +346,7 @@ class Profile:
 
 @dataclass
 class Watch:
-    """Set the stall detection of a run (docs/watch.md): how long a process may stay in one phase.
+    """Set the stall detection of a run (docs/operate.md): how long a process may stay in one phase.
 
     action: stop ends a run that stalls, report only logs and records it, off starts no heartbeats.
     first_s: bound in seconds of a phase that a process has not ended before. Writing a trace has at least
@@ -371,10 +372,11 @@ class Alarms:
     length_share: raise length_collapse where responses are shorter than this share of the median of the first steps.
     at_limit: raise length_limit where more than this share of the responses ends at the length limit.
     dlogp_factor: raise dlogp_drift where the mean |dlogp| is above this multiple of the median of the first steps.
-    baseline_steps: number of this process's first steps from which the medians are taken; before that many steps
+    baseline_steps: number of this process's first steps from which the medians are taken. Before that many steps
     length_collapse and dlogp_drift are not raised.
     growth: raise rss_growth, device_growth or seconds_growth where the memory of a process or of a device, or the
-    seconds of a step, grow by more than this share in 20 steps, and node_growth where a node's memory will be full.
+    seconds of a step, grow by more than this share in 20 steps. node_growth is raised where a node's memory will be
+    full.
     max_growth: end the run, whatever `action` is, where one of these grows by more than this share.
     """
 
@@ -415,7 +417,7 @@ class Data:
 class Objective:
     """Choose the objective: rewards of sampled responses, or a loss of fixed ones, which starts no rollout engine.
 
-    name: rl, or a loss of the data's responses (docs/own-data-and-reward.md has their columns). sft, dpo, ipo and kto
+    name: rl, or a loss of the data's responses (docs/data.md has their columns). sft, dpo, ipo and kto
     train the actor; rm and prm train the critic as a reward model of responses, or of steps.
     beta: scale of the log-ratio to the reference model, for dpo, ipo and kto.
     label_smoothing: share of pairs whose preference is taken to be the other way round, for dpo (cDPO).
@@ -433,12 +435,12 @@ class Objective:
 class Recipe:
     """Hold the settings of one run.
 
-    run: name of the run; each start writes to a new folder <output_root>/<run>/0001, 0002, ... (docs/checkpoints.md).
+    run: name of the run, whose starts write to <output_root>/<run>/0001, 0002 and so on (docs/operate.md).
     null is allowed only without the launcher and writes no record.
     output_root: folder of all runs, relative to the current folder; null: the folder outputs of this repository.
     line: the set of pins: pypi (CPU) or a3 (production).
     platform: the kind of device. cpu uses stand-ins for compiled code; npu_emulated runs what npu does, on a CPU.
-    hardware: the kind of machine with NPUs: Atlas A3, 800T A2, or 200T A2 Box16 (docs/support.md). For A2 plans have
+    hardware: the kind of machine with NPUs: Atlas A3, 800T A2, or 200T A2 Box16 (docs/line-a3.md). For A2 plans have
     memory and layouts, but no seconds.
     level: set by level=NAME, with the keys of configs/level/NAME.yaml; rows of role speed are on at tuned alone.
     patches: +row.id or -row.id, which switch rows of the catalogue on or off; `*` stands for any text.
@@ -450,16 +452,15 @@ class Recipe:
     ray_port: port of the Ray that the run starts; null: any free one.
     expert_load: count the tokens of each expert; every step records max / mean, in training and in rollout on npu.
     model_shape: HF config.json from which the plan reads sizes, relative to the configs folder.
-    trust_remote_code: run the Python code of a tokenizer that is code in the model's folder (Moonlight, Kimi-K2), in
-    every process that loads it; it becomes verl's two keys of that name, of data and of actor_rollout_ref.model.
-    num_hidden_layers: train and serve only the model's first N layers, with its embedding, final norm and head; null:
-    all. The model's folder is not changed, whether its weights are read or random ones made. A layers_per_stage that is
+    trust_remote_code: run the Python code of a tokenizer that is code in the model's folder (Moonlight, Kimi-K2). It
+    becomes verl's two keys of that name, of data and of actor_rollout_ref.model.
+    num_hidden_layers: train and serve only the model's first N layers; null: all. Embedding, final norm and head stay.
+    The model's folder is not changed, whether its weights are read or random ones made. A layers_per_stage that is
     given for all layers is replaced by a balanced one.
     added_keys: keys, or sections, that verl's own file does not list, given as +key=value, which the user's code reads.
     resume_other_data: resume from a checkpoint of a run with other data (number of rows, bytes of the files).
-    rewards: the parts of a response's reward; keys of each are those of recipe.rewards[] below. null takes
-    the function of custom_reward_function, as one entry of name python would, or where that has no path verl's own
-    scores by data source.
+    rewards: the parts of a response's reward (docs/reward.md). null takes the function of custom_reward_function, as
+    one entry of name python would, or where that has no path verl's own scores by data source.
     """
 
     run: Name | None = "run"

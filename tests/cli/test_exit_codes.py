@@ -12,7 +12,7 @@ from verl_patches.__main__ import app, main
 
 TINY, SWITCHES = "deepseekv3_tiny_cpu", "--switches line=pypi,platform=cpu"
 WRONG_BATCH = "data.train_batch_size=3"
-PAGES = [Path(__file__).resolve().parents[2] / "docs" / folder / "troubleshooting.md" for folder in (".", "zh")]
+PAGES = [Path(__file__).resolve().parents[2] / "docs" / folder / "operate.md" for folder in (".", "zh")]
 ENDS = {  # {command: {exit code: its words}}; DIR is a folder of the test
     "status": {0: SWITCHES, 2: "--run DIR/absent"},
     "explain": {0: f"update.recipe_worker {SWITCHES}", 2: f"no.row {SWITCHES}"},

@@ -13,7 +13,7 @@ from verl_patches.step.batches.limits import trainer_bytes
 
 pytestmark = pytest.mark.slow
 CACHE_ON = "recipe.tensor_cache.enabled=true"
-# a seed whose samples have no two experts so nearly tied that rounding decides (docs/on-policy.md#near-ties)
+# a seed whose samples have no two experts so nearly tied that rounding decides (docs/the-step.md#near-ties)
 SEED = "actor_rollout_ref.rollout.seed=1"
 ACTOR, VAL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout.val_kwargs"
 DYNAMIC = f"{ACTOR}.use_dynamic_bsz=true"

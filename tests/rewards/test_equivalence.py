@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from verl_patches.rewards.equivalence import equivalent
 
 PAIRS = (Path(__file__).parent / "equal_pairs.txt").read_text().splitlines()[1:]
-DOCS = (Path(__file__).parents[2] / "docs/maths-reward.md").read_text()
+DOCS = (Path(__file__).parents[2] / "docs/reward.md").read_text()
 
 
 def pairs(lines, sign):

@@ -99,9 +99,10 @@ def test_an_async_function_is_refused(tmp_path, code):
         score_response(*write_function(tmp_path, code), KEYWORDS)
 
 
-def test_the_documented_reward_scores_the_documented_data(tmp_path):
-    """Build the sample of docs/own-data-and-reward.md, and score right and wrong answers by the page's function."""
-    text = (ROOT / "docs" / "own-data-and-reward.md").read_text()
+@pytest.mark.parametrize("page", ["README.md", "docs/reward.md"])
+def test_the_documented_reward_scores_the_documented_data(tmp_path, page):
+    """Build the sample that a page names, and score right and wrong answers by the page's function."""
+    text = (ROOT / page).read_text()
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (tmp_path / "own.py").write_text(code)
     given = f"input={ROOT / 'data' / 'deepscaler_sample.json'}"

@@ -278,7 +278,8 @@ def test_commands_of_a_page_have_a_class_and_can_be_read(page, copy, monkeypatch
 
 def test_no_two_runs_of_the_readme_share_a_name():
     starts = [command_words(command) for command in commands_in_class("start", [ROOT / "README.md"])]
-    names = [command_run(command_arguments(words)).recipe.run for words in starts]
+    new = [words for words in starts if "trainer.resume_mode=auto" not in words]
+    names = [command_run(command_arguments(words)).recipe.run for words in new]
     assert len({*names}) == len(names) > 5, names
 
 

@@ -14,7 +14,7 @@ def test_the_tables_are_fresh():
 
 
 def test_a_stale_table_is_named_and_written(tmp_path, monkeypatch):
-    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "zh").mkdir(parents=True)
     for name in readme_tables.FILES:
         (tmp_path / name).write_text((ROOT / name).read_text())
     spoilt = tmp_path / readme_tables.PINS
@@ -34,4 +34,4 @@ Unknown.__doc__ = "A section.\n\nthere: is described.\ngone: was a key once.\n"
 @pytest.mark.parametrize(("section", "named"), [(Undescribed, "absent"), (Unknown, "gone")])
 def test_a_key_without_a_description_and_a_description_without_a_key_are_refused(section, named):
     with pytest.raises(ValueError, match=named):
-        readme_tables.recipe_tables(section)
+        readme_tables.recipe_lists(section)

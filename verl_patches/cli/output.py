@@ -41,7 +41,7 @@ _FIGURE_SECTIONS: _Sections = (
      ("phase", "range_s", "seconds", "quoted_s")),
     ("whole step", "step", ("total_range_s", "total_s", "quoted_total_s", "tokens_per_s_per_die_range")),
     ("assumptions", "step.assumed", ()),
-    ("in no total: what an assumption would save (docs/profile.md)", "step.assumed_gains", ("if", "saves_s")),
+    ("in no total: what an assumption would save (docs/operate.md)", "step.assumed_gains", ("if", "saves_s")),
     ("what a start reads and a save writes (modelled), at --disk-gb-s", "disk.parts", ("part", "bytes", "seconds")),
     ("step model on the published runs (docs/plan.md)", "step.calibration",
      ("row", "quoted_s", "modelled_s", "error", "fixes")),

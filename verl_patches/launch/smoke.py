@@ -32,7 +32,7 @@ from verl_patches.model.tiny import make_tiny_model
 make_tiny_model(Path(sys.argv[1]), int(sys.argv[2]), json.loads(Path(sys.argv[3]).read_text()))
 """
 
-# "line platform" -> what a smoke run there proves if it ends well; UNPROVED_TEXT: what none proves (docs/ascend.md)
+# "line platform" -> what a smoke run there proves if it ends well; UNPROVED_TEXT: what none proves (docs/line-a3.md)
 PROOF_TEXTS = {
     "pypi cpu": "the whole loop (patches, layouts, weight sync) runs here on packages of line pypi, not production's",
     "a3 cpu": "production's verl, Megatron and MindSpeed run the whole loop here, with vLLM's engine V0",

@@ -36,7 +36,7 @@ def _sleep_check(run: RunSpec) -> Check:
                 found = f"{' and '.join(rows)} is off in recipe.patches"
             text = "captured graphs would read weights at their addresses before sleep"
             return Check(name, False, f"recipe.rollout.ascend.vllm_sleep_mode: expected true, as {found}: {text}")
-    limits = "it cannot be used with expandable segments, and on several nodes it may free no memory (docs/memory.md)"
+    limits = "it cannot be used with expandable segments, and on several nodes it may free no memory (docs/the-step.md)"
     if own_sleep_off:
         text = f"patch memory.sleep_mode is off: vLLM's sleep mode copies all weights to the host; {limits}"
         return Check(name, True, text, note=True)

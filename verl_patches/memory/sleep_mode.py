@@ -287,7 +287,7 @@ def require_freed_memory(device: Any, held_bytes: Callable[[], dict[str, int]], 
         f"rollout, rank {torch.distributed.get_rank()}: expected {expected:,} bytes more free memory on the device "
         f"after sleep, or {MISSING_SHARE:.0%} less ({', '.join(f'{name} {size:,}' for name, size in given_up.items())}"
         f", torch's cache {expected - freed:,}); found {free_after - free_before:,} ({free_before:,} free before, "
-        f"{free_after:,} after). {todo} (docs/memory.md)"
+        f"{free_after:,} after). {todo} (docs/the-step.md)"
     )
 
 

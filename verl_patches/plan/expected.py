@@ -292,7 +292,7 @@ def host_bytes(
 
     `sizes`: bytes of each group, `optimizer` whole. A group that is loaded has a host copy, but gradients have none, as
     they are allocated and freed. `swapped`: the optimizer lives on the host. `saves`: checkpoints copy groups that
-    never leave the device into host memory that they keep (docs/checkpoints.md), and read the others in place.
+    never leave the device into host memory that they keep (docs/operate.md), and read the others in place.
     """
     moves = [move for phase in schedule.phases for move in (*phase.enter, *phase.leave)]
     on_host = {move.group for move in moves if move.verb == "load"} - set(unmoved_groups)

@@ -304,7 +304,7 @@ def direct_traffic(
     """Return the traffic of our weight sync, whose routes are not planned here, and {received_mean_bytes}.
 
     The bytes that must arrive are exact; sent bytes are the mean over a pipeline stage, from which those of planned
-    routes differ by 0.1 % (docs/weight-sync.md).
+    routes differ by 0.1 % (docs/the-step.md).
     """
     received, sent = [0] * train.world_size, defaultdict[int, int](int)
     for block in blocks:

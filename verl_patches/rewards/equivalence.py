@@ -1,4 +1,4 @@
-r"""Decide whether two answers are equal. docs/maths-reward.md lists the rules, with examples.
+r"""Decide whether two answers are equal. docs/reward.md lists the rules, with examples.
 
 Answers are brought into one spelling and split into items, names and units; math-verify compares the remaining
 values. An answer that it would misread or read only in part (5_{max}, 5\quad 6, 2^3^2) equals only its own text. A

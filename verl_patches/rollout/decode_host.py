@@ -1,7 +1,7 @@
 """Skip host work in decode steps of vLLM V1 0.9.1 and vllm-ascend f20869ef that does not change their result.
 
 The wrappers handle steps in which every running request gets one token, and leave other steps and requests to upstream.
-docs/profile.md has the cost of a step with and without them.
+docs/operate.md has the cost of a step with and without them.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def record_metrics(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def health_text(record: Mapping[str, Any]) -> str:
-    """Return the step's preemptions, longest and cut responses, slowest reward and expert loads; docs/watch.md."""
+    """Return the step's preemptions, longest and cut responses, slowest reward and expert loads; docs/operate.md."""
     tokens, slowest, parts = record["tokens"], record["slowest_sample"], []
     if tokens and not record["objective"]:
         parts.append(f"longest response {tokens['response_max']:.0f} tokens, {tokens['at_limit']:.0%} cut")

@@ -261,7 +261,7 @@ def test_the_interface_is_the_nodes_own_the_configs_or_the_one_towards_the_head(
 def test_disk_holds_the_checkpoints_of_the_model_and_is_measured(make_node, production, tmp_path):
     saving = changed_run(production, {"recipe.output_root": str(tmp_path)}).with_verl({"trainer.save_freq": 10})
     found = findings(replace(make_node(), run=saving), "disk")
-    assert "at least 2 checkpoints, 9.39 TB each" in found["disk"].found  # docs/checkpoints.md
+    assert "at least 2 checkpoints, 9.39 TB each" in found["disk"].found  # docs/operate.md
     assert found["disk"].state == "problem"
     (rate,) = (one for name, one in found.items() if name.startswith("disk: rate in"))
     assert rate.state == "fine" and rate.found.startswith("writes ") and list(tmp_path.iterdir()) == []

@@ -1,6 +1,6 @@
 """Test a run on three nodes of which one loses its link: network namespaces with a raylet and a rank each.
 
-The tests are skipped if namespaces cannot be made. They print times; docs/watch.md has those of one run.
+The tests are skipped if namespaces cannot be made. They print times; docs/operate.md has those of one run.
 """
 
 import functools

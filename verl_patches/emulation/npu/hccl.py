@@ -100,7 +100,7 @@ def mc2_group(name: str) -> ProcessGroupHCCL:
     No other operator may run on MC2's communicator (CANN, aclnnMoeDistributeDispatch, constraints of communication
     domains); calls in graphs and eager calls on one communicator are not supported (HCCL user guide, management of
     communication domains). The second is checked for MC2's groups only: upstream's TP groups have both
-    (docs/ascend.md). Other collectives are detected at MC2's next call, by gloo's count of a group's collectives.
+    (docs/line-a3.md). Other collectives are detected at MC2's next call, by gloo's count of a group's collectives.
     """
     if name not in _GROUPS:
         raise ValueError(f"expected an HCCL group of this process ({', '.join(_GROUPS) or 'none'}), found {name!r}")

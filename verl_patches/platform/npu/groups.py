@@ -75,7 +75,7 @@ def add_mc2_groups(init_model_parallel_group: Callable) -> Callable:
 
     vllm-ascend gives MC2 the EP group's communicator, on which batches with prefills exchange tokens by all-to-all.
     CANN demands a communicator on which no other operator runs, and HCCL allows no eager calls on one that graphs use
-    (docs/ascend.md). The group is `mc2_group` of vLLM's EP coordinator and is destroyed with it. It takes no options,
+    (docs/line-a3.md). The group is `mc2_group` of vLLM's EP coordinator and is destroyed with it. It takes no options,
     as HCCL_BUFFSIZE is sized for MC2. Runs that do not use MC2 have no such group.
     """
 

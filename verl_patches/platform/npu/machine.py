@@ -1,6 +1,6 @@
 """Describe the kinds of machines with NPUs, and find jemalloc and stale locks of compiled operators on a machine.
 
-docs/support.md has the kinds as a table, generated from HARDWARE, and the addresses of the sources. None of the
+docs/line-a3.md has the kinds as a table, generated from HARDWARE, and the addresses of the sources. None of the
 machines was tried.
 """
 

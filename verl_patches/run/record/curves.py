@@ -82,7 +82,7 @@ def read_curves(given: Path, root: Path, metrics: Mapping[str, Iterable[str]] = 
     if not names:
         other = [name for name in found if name.lower() not in STEP_NAMES][:9]
         raise ConfigError(
-            f"{given}, read as {kind}: expected one of {', '.join(metrics)} under a name of docs/compare.md, found "
+            f"{given}, read as {kind}: expected one of {', '.join(metrics)} under a name of docs/use.md, found "
             f"{', '.join(other) or 'no numbers by step'}; give another file, or name its metric with --metric"
         )
     values = {metric: _numbers(found[name], f"{given}: {name}") for metric, name in names.items()}

@@ -24,7 +24,7 @@ FIRST_MEAN, LAST_MEAN = (f"mean of the {end} {END_STEPS}" for end in ("first", "
 CRITIC_PHASES = tuple(f"{phase.name} s" for phase in STEP_PHASES if phase.critic)  # shown where a run has them
 # without offload, whose time is inside other phases
 PHASES = tuple(each.name for each in sorted(STEP_PHASES, key=lambda each: each.critic) if each.name != "offload")
-# name -> its keys in a step's record (trainer/step_record.py); docs/profile.md defines the rates
+# name -> its keys in a step's record (trainer/step_record.py); docs/operate.md defines the rates
 STEP_KEYS = {f"{phase} s": ("seconds", phase) for phase in (*PHASES, "step")} | {
     "tokens": ("tokens", "total"),
     "response tokens": ("tokens", "response_mean"),
