@@ -2,11 +2,11 @@
 
     python scripts/readme_tables.py [--write]     exits 1 where a table is stale
 
-`pins` comes from configs/upstream.yaml (with some of its rows in the READMEs), `models` from configs/model,
-`machines` from verl_patches/platform/npu/machine.py, `patches` from the catalogue without the emulation, `recipe` from
-the docstrings of verl_patches/recipe.py, `checks` from the rows of verl_patches/launch/doctor/doctor.py, `recipes` from
-configs/algo and docs/recipes.json (scripts/recipe_runs.py), and `reference` and `gains` from configs/level and
-scripts/public_recipe.py.
+`pins` comes from configs/upstream.yaml (with some of its rows in the READMEs), `models` from
+configs/model, `machines` from verl_patches/platform/npu/machine.py,
+`patches` from the catalogue without the emulation, `recipe` from the docstrings of verl_patches/recipe.py, `checks`
+from the rows of verl_patches/launch/doctor/doctor.py, `recipes` from configs/algo and docs/recipes.json
+(scripts/recipe_runs.py), and `reference` and `gains` from configs/level and scripts/public_recipe.py.
 """
 
 from __future__ import annotations
