@@ -3,7 +3,7 @@
     python scripts/readme_tables.py [--write]     exits 1 where a table is stale
 
 `pins` comes from configs/upstream.yaml (with some of its rows in the READMEs), `models` from
-configs/model and verl_patches/model/mindspeed/arguments.py, `machines` from verl_patches/platform/npu/machine.py,
+configs/model, `machines` from verl_patches/platform/npu/machine.py,
 `patches` from the catalogue without the emulation, `recipe` from the docstrings of verl_patches/recipe.py, `checks`
 from the rows of verl_patches/launch/doctor/doctor.py, `recipes` from configs/algo and docs/recipes.json
 (scripts/recipe_runs.py), and `reference`, `gains`, `rows` and `totals` from configs/level and scripts/public_recipe.py.
@@ -31,7 +31,6 @@ from verl_patches.catalog import ROWS  # noqa: E402
 from verl_patches.launch.doctor.doctor import ALL_ROWS, NODE_ROWS  # noqa: E402
 from verl_patches.layout.inventory import build_inventory  # noqa: E402
 from verl_patches.layout.model_folder import read_config  # noqa: E402
-from verl_patches.model.mindspeed.arguments import REQUIRED_ARGUMENTS, SIZE_ARGUMENTS  # noqa: E402
 from verl_patches.patching.spec import PatchSpec  # noqa: E402
 from verl_patches.patching.switches import Switches  # noqa: E402
 from verl_patches.platform.npu.machine import HARDWARE  # noqa: E402
@@ -95,24 +94,34 @@ MODELS = {  # {file of configs/model: models that have these sizes}
     "moonlight_16b": "Moonlight-16B-A3B, -Instruct",
     "kimi_k2": "Kimi-K2-Base, -Instruct",
 }
-# {key of config.json: field of Megatron's configuration on line pypi}; tests/model/test_megatron.py compares the values
-MEGATRON_FIELDS = {
-    "hidden_size": "hidden_size",
-    "num_hidden_layers": "num_layers",
-    "first_k_dense_replace": "moe_layer_freq",
-    "intermediate_size": "ffn_hidden_size",
-    "moe_intermediate_size": "moe_ffn_hidden_size",
-    "n_routed_experts": "num_moe_experts",
-    "num_experts_per_tok": "moe_router_topk",
-    "n_shared_experts": "moe_shared_expert_intermediate_size",
-    "n_group": "moe_router_num_groups",
-    "topk_group": "moe_router_group_topk",
-    "routed_scaling_factor": "moe_router_topk_scaling_factor",
-    "num_attention_heads": "num_attention_heads",
-    "q_lora_rank": "q_lora_rank",
-    "rms_norm_eps": "layernorm_epsilon",
-    "rope_theta": "rotary_base",
-}
+# keys of config.json that decide a layout
+MODEL_KEYS = (
+    "num_hidden_layers",
+    "first_k_dense_replace",
+    "hidden_size",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "n_group",
+    "num_attention_heads",
+    "q_lora_rank",
+    "max_position_embeddings",
+    "vocab_size",
+)
+PIN_ROWS = (
+    "Python",
+    "verl",
+    "Megatron",
+    "vLLM",
+    "MindSpeed",
+    "MindSpeed-LLM",
+    "vllm-ascend",
+    "torch",
+    "torch_npu",
+    "ray",
+    "transformers",
+    "driver",
+    "cann",
+)
 README_ROWS = ("use", "state", "Python", "verl", "vLLM", "vllm-ascend", "torch", "torch_npu", "driver", "cann")
 # {label of a row: repositories, packages and system software of a line that share it}; all others have rows of their
 # own
@@ -220,29 +229,14 @@ def _key_values(schema: type, item: Field) -> str:
 
 
 def models_table() -> str:
-    """Return a table with a column per model: the keys of config.json that differ, and what training makes of each."""
+    """Return a table with a column per model: its parameters, and the keys of config.json that decide a layout."""
     paths = [CONFIGS_DIR / "model" / f"{name}.json" for name in MODELS]
     configs = [json.loads(path.read_text()) for path in paths]
     totals = [sum(p.count for p in build_inventory(read_config(path)).parameters) for path in paths]
-    head = ["", *MODELS.values(), "Megatron (`pypi`)", "MindSpeed-LLM (`a3`)"]
-    rows = [["parameters, without MTP", *(f"{total:,}" for total in totals), "", ""]]
-    for key in ("model_type", *MEGATRON_FIELDS, "rope_scaling", "max_position_embeddings", "vocab_size"):
-        values = [config[key] for config in configs]
-        if values.count(values[0]) == len(values):
-            continue
-        field = MEGATRON_FIELDS.get(key, {"rope_scaling": "rotary_scaling_factor"}.get(key))
-        arguments = {"rope_scaling": "--rope-scaling-*"}.get(key) or SIZE_ARGUMENTS.get(key)
-        arguments = arguments or " ".join(REQUIRED_ARGUMENTS[key])
-        rows.append([f"`{key}`", *map(_model_value, values), f"`{field}`" if field else "", f"`{arguments}`"])
-    lines = [head, ["---"] * len(head), *rows]
+    rows = [["parameters, without MTP", *(f"{total:,}" for total in totals)]]
+    rows += [[f"`{key}`", *(str(config[key] or "null") for config in configs)] for key in MODEL_KEYS]
+    lines = [["", *MODELS.values()], ["---"] * (len(MODELS) + 1), *rows]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
-
-
-def _model_value(value: object) -> str:
-    """Return the cell of a value of config.json; of yarn what differs between the models."""
-    if isinstance(value, dict):
-        return f"{value['type']}, factor {value['factor']:g}, beta_fast {value['beta_fast']:g}"
-    return "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def machines_table() -> str:
@@ -251,15 +245,9 @@ def machines_table() -> str:
     rows: dict[str, list] = {
         "`recipe.hardware`": [f"`{name}`" for name in HARDWARE],
         "dies of a node": [machine.node_dies for machine in machines],
-        "dies of a run on a part of a node": [
-            f"at most {m.module_dies}" if m.module_dies < m.node_dies else "any" for m in machines
-        ],
         "GiB of a die that a process sees, of 64": [f"{machine.seen_bytes / 2**30:.2f}" for machine in machines],
         "`recipe.hccl.expansion_mode`": [", ".join(machine.expansion_modes) for machine in machines],
         "MC2: ranks of a rollout instance": [", ".join(map(str, machine.mc2.ranks)) for machine in machines],
-        "MC2: tokens, experts of a rank": [f"{m.mc2.tokens}, {m.mc2.rank_experts}" for m in machines],
-        "MC2: hidden size, experts of a token": [f"{m.mc2.hidden_text}, {m.mc2.top_k}" for m in machines],
-        "planned": ["memory, layout" + (", seconds" if machine.timed else "") for machine in machines],
     }
     text = ["| | " + " | ".join(machine.title for machine in machines) + " |", "|---" * (len(HARDWARE) + 1) + "|"]
     return "\n".join([*text, *(f"| {name} | {' | '.join(map(str, row))} |" for name, row in rows.items())]) + "\n"
@@ -302,7 +290,7 @@ def _file_tables(name: str) -> dict[str, str]:
     if name in READMES:
         return {"pins": pins_table(load_pins(), READMES[name], README_ROWS)}
     if name == PINS:
-        return {"pins": pins_table(load_pins(), "en"), "models": models_table(), "machines": machines_table()}
+        return {"pins": pins_table(load_pins(), "en", PIN_ROWS), "models": models_table(), "machines": machines_table()}
     if name == RECIPES:
         return {"recipes": recipe_runs.presets_table(recipe_runs.read_record(), recipe_runs.presets())}
     if name == CHECKS:

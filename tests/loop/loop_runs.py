@@ -88,7 +88,7 @@ def exposed_listeners(listeners):
 
 
 def assert_nobody_else_can_reach(run):
-    """Assert that a cold run listens on the loopback only, as docs/cluster.md says."""
+    """Assert that a cold run listens on the loopback only, as SECURITY.md says."""
     names = {name.rpartition(":")[2] for name in run.listeners.values()}
     assert {"gcs_server", "raylet", "agent", "WorkerDict", "driver"} <= names, names
     assert exposed_listeners(run.listeners) == {}

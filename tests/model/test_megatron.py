@@ -1,7 +1,7 @@
 """Test row model.config, the config converter, and names that reshard/parameters.py refuses."""
 
 import pytest
-from readme_tables import MEGATRON_FIELDS, MODELS
+from readme_tables import MODELS
 
 from verl_patches.errors import ConfigError
 from verl_patches.layout.model_folder import read_config
@@ -17,6 +17,24 @@ WRONG = [
     ({"rope_scaling": {"rope_type": "yarn", "factor": 40.0}}, "mscale and mscale_all_dim must be given"),
     ({"rope_scaling": {"type": "yarn", "mscale": 1.0, "mscale_all_dim": 0.7}}, "mscale and mscale_all_dim"),
 ]
+# {key of config.json: field of Megatron's configuration}
+MEGATRON_FIELDS = {
+    "hidden_size": "hidden_size",
+    "num_hidden_layers": "num_layers",
+    "first_k_dense_replace": "moe_layer_freq",
+    "intermediate_size": "ffn_hidden_size",
+    "moe_intermediate_size": "moe_ffn_hidden_size",
+    "n_routed_experts": "num_moe_experts",
+    "num_experts_per_tok": "moe_router_topk",
+    "n_shared_experts": "moe_shared_expert_intermediate_size",
+    "n_group": "moe_router_num_groups",
+    "topk_group": "moe_router_group_topk",
+    "routed_scaling_factor": "moe_router_topk_scaling_factor",
+    "num_attention_heads": "num_attention_heads",
+    "q_lora_rank": "q_lora_rank",
+    "rms_norm_eps": "layernorm_epsilon",
+    "rope_theta": "rotary_base",
+}
 FAMILY = {name: read_config(CONFIGS_DIR / "model" / f"{name}.json") for name in MODELS}
 CASES = [({}, {}), ({}, {"moe_router_bias_update_rate": 0.001}), ({"n_group": 1}, {}), *((c, {}) for c, _ in WRONG)]
 CASES += [(hf, {}) for hf in FAMILY.values()]
@@ -49,7 +67,7 @@ def test_groups_router_and_balancing(convert):
 
 
 @pytest.mark.slow
-def test_the_fields_of_the_family_are_those_of_the_documented_table(convert):
+def test_the_fields_of_the_family_are_those_of_config_json(convert):
     for hf, found in zip(FAMILY.values(), convert()[-len(FAMILY) :], strict=True):
         dense, shared = hf["first_k_dense_replace"], hf["n_shared_experts"] * hf["moe_intermediate_size"]
         made = hf | {"n_shared_experts": shared}

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from verl_patches.rewards.equivalence import equivalent
 
 PAIRS = (Path(__file__).parent / "equal_pairs.txt").read_text().splitlines()[1:]
-DOCS = (Path(__file__).parents[2] / "docs/reward.md").read_text()
 
 
 def pairs(lines, sign):
@@ -21,11 +20,12 @@ def test_no_wrong_pair_is_equal():
     assert [pair for pair in pairs(PAIRS, "!=") if equivalent(*pair)] == []
 
 
-def test_nine_in_ten_right_pairs_are_equal_and_docs_list_the_others():
-    right, listed = pairs(PAIRS, "=="), pairs(DOCS.splitlines(), "==")
-    assert [pair for pair in right if not equivalent(*pair)] == listed
-    assert len(listed) < len(right) / 10 and len(right) > 380
-    golds = [gold for gold, _ in right + pairs(PAIRS, "!=")]
+def test_nine_in_ten_right_pairs_are_equal_and_the_others_are_known():
+    right, missed = pairs(PAIRS, "=="), pairs(PAIRS, "=?")
+    assert [pair for pair in right if not equivalent(*pair)] == []
+    assert [pair for pair in missed if equivalent(*pair)] == []
+    assert 9 * len(missed) < len(right) and len(right) > 340
+    golds = [gold for gold, _ in right + missed + pairs(PAIRS, "!=")]
     assert [gold for gold in golds if not equivalent(gold, gold)] == []
 
 

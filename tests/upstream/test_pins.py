@@ -79,3 +79,9 @@ def test_unsupported_keys_exist_and_our_configs_are_neutral(line):
                 entry.key,
                 value,
             )  # a configuration is neutral on its own line only
+
+
+def test_sources_of_ascend_come_from_gitcode_first_then_gitee_then_github():
+    names = ("MindSpeed", "MindSpeed-LLM")
+    hosts = {name: [url.split("/")[2] for url in A3.repositories[name].urls] for name in names}
+    assert hosts == dict.fromkeys(names, ["gitcode.com", "gitee.com", "github.com"])

@@ -201,8 +201,7 @@ def logits_bytes(
 
     Logits of bf16 are converted to fp32 (megatron/core/transformer/module.py, float16_to_fp32): both exist at once, as
     do their gradients, of which with chunks the fp32 one is written over the fp32 logits. The buffers are two chunks
-    for each of log-prob and entropy, or without chunks one more fp32 tensor for log-probs, two with entropy
-    (docs/the-step.md has the measured table).
+    for each of log-prob and entropy, or without chunks one more fp32 tensor for log-probs, two with entropy.
     """
     size = DTYPE_BYTES[model.torch_dtype]
     values = tokens * -(-model.vocab_size // layout.tp)
