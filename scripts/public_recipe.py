@@ -223,7 +223,7 @@ SETTINGS = (
     Setting("DIST_CKPT_PATH", "shards", "script", note="none: actor_rollout_ref.model.path is read by every rank"),
     Setting("PROFILE_UPDATE", "0", "script", note="recipe.profile.steps=[N]"),
     Setting("PRINT_MEMORY", "1", "script", note="recipe.memory.ledger, on"),
-    Setting("ROLLOUT_REBALANCE_ENABLE", "unset", _WORKERS, note="recipe.rollout.rebalance_every, at level tuned"),
+    Setting("ROLLOUT_REBALANCE_ENABLE", "unset", _WORKERS, note="no counterpart here"),
     Setting(
         "VLLM_ENABLE_MC2, VLLM_ASCEND_ACL_OP_INIT_MODE",
         "1, 0",

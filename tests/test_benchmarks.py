@@ -17,7 +17,6 @@ SMALL_RUNS = (
     "heartbeat.py",
     "log_prob.py --tokens 16",
     "planning.py",
-    "rebalance.py",
     "start.py",
     "weights.py --only convert --pairs 1 --tiny",
     "weights.py --only save --mib 16",

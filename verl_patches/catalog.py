@@ -159,16 +159,6 @@ ROLLOUT: tuple[PatchSpec, ...] = (
             "verl_patches.step.replay.expert_load:count_experts",
             "as rollout.count_mc2, where experts are not split", exit="as rollout.count_mc2",
             bindings=("vllm_ascend.ops.common_fused_moe:fused_experts",), role="observe", feature="expert_load"),
-    _ascend("rollout.rebalance", "wrap", "vllm.v1.engine.llm_engine:LLMEngine.step",
-            "verl_patches.rollout.rebalance_engine:step_with_rebalance",
-            "Data-parallel ranks of an instance decode in lock step, each step as long as for the rank with the most "
-            "requests; vLLM never moves a running request. With recipe.rollout.rebalance_every requests and their KV "
-            "blocks move to ranks that have few.", feature="rebalance",
-            exit="vLLM moves running requests between data-parallel ranks", needs=("rollout.rebalance_end",)),
-    _ascend("rollout.rebalance_end", "wrap", "vllm.v1.engine.llm_engine:LLMEngine.has_unfinished_requests",
-            "verl_patches.rollout.rebalance_engine:unfinished_with_rebalance",
-            "A rank whose requests are all on others has not finished, nor has one that holds those of others.",
-            exit="as rollout.rebalance", feature="rebalance"),
     _ascend("rollout.ascend_dp_sync", "wrap", "vllm.v1.engine.llm_engine:LLMEngine.has_unfinished_requests_dp",
             "verl_patches.rollout.ascend:share_dp_metadata",
             "DP ranks all-reduce twice in a decode step, 3 ms each in the published run: whether any has requests "

@@ -169,8 +169,6 @@ class Rollout:
     instances: number of vLLM instances; null takes world size / (dp x tp).
     enable_expert_parallel: split experts over the ranks of an instance instead of cutting each of them.
     balanced_routing: send equally many tokens to every expert, regardless of the router. For speed runs on npu only.
-    rebalance_every: decode steps between two exchanges in which running requests, with their KV blocks, may move from
-    data-parallel ranks with many requests to those with few; null makes no exchange. Platform npu with dp > 1 only.
     replay: run folder of recorded responses to train on instead of sampling.
     record: keep every step's responses and their rewards in <run>/rollouts.
     """
@@ -179,7 +177,6 @@ class Rollout:
     instances: Count | None = None
     enable_expert_parallel: bool = False
     balanced_routing: bool = False
-    rebalance_every: Count | None = None
     replay: Text | None = None
     record: bool = True
     ascend: RolloutAscend = field(default_factory=RolloutAscend)

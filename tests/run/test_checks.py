@@ -93,8 +93,7 @@ REFUSED = [
      ["may be preempted, as 64 of 4096 tokens need 262144 tokens of KV cache, and a die holds 0"]),
     (rules.whole_prompt_checks, TINY, [*EMULATED, WHOLE_PROMPTS, f"{BUDGET}=128"],  # its KV cache is not modelled
      ["128, expected >= 272"]),
-    (rules.ascend_checks, LARGE, ["level=tuned", WHOLE_PROMPTS, "recipe.rollout.rebalance_every=64"],
-     ["chunked_prefill_for_mla .* expected one", "rebalance_every is 64 with .*scheduler=ascend"]),
+    (rules.ascend_checks, LARGE, ["level=tuned", WHOLE_PROMPTS], ["chunked_prefill_for_mla .* expected one"]),
     (rules.ascend_checks, LARGE, [OFF("rollout.ascend_decode_kv")], [r"decode_kv is off .* would not be written"]),
     (rules.ascend_checks, LARGE, ["level=tuned", f"{GRAPHS}=[64,128]"],
      ["holds 128, expected at most max_num_seqs 64"]),

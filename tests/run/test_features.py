@@ -32,7 +32,6 @@ CHANGES = [
     ({"recipe.memory.ledger": "off"}, {"memory_ledger"}),
     ({f"{ASCEND}.multistream_mla": False}, {"multistream_mla"}),
     ({ON_POLICY: False}, {"on_policy"}),
-    ({"recipe.rollout.rebalance_every": 64}, {"rebalance"}),
     ({"recipe.trust_remote_code": True}, {"remote_code"}),
     ({"recipe.rewards": [{"name": "reward_model", "path": "/models/rm"}]}, {"reward_models", "value_models"}),
     ({"recipe.train.routing_replay": "R2"}, {"routing_replay"}),
@@ -66,7 +65,7 @@ def test_a_256_die_run_applies_no_row_of_a_feature_that_is_off(grpo):
     here = [spec for spec in ROWS if grpo.switches.decide(spec)[0]]
     off = {spec.id: switches.decide(spec)[1] for spec in here if spec.id not in grpo.rows}
     assert off == {s.id: f"feature {s.feature} is off" for s in here if s.feature and not states[s.feature]}
-    assert {"update.recipe_critic", "update.routing_samples", "rollout.rebalance", "reward.models"} <= off.keys()
+    assert {"update.recipe_critic", "update.routing_samples", "reward.models"} <= off.keys()
     # the import alone applies the rows of all features
     assert Engine(ROWS, grpo.switches).wanted == {spec.id for spec in here} > grpo.rows
 

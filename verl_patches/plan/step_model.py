@@ -6,8 +6,7 @@ micro batches of a replica, b responses that decode on a replica, c tokens of co
 
 values, update_critic   as ref and update, of a critic; its head is taken for the vocabulary's, an upper bound
 rollout      steps x decode + prefill, until the longest response ends; b falls as responses end. All replicas of an
-             instance take as long as the one with the most left (binomial, as lengths are independent); with rebalance
-             as long as one with the mean, and exchanges come on top (rollout/rebalance.py). One decode step:
+             instance take as long as the one with the most left (binomial, as lengths are independent). One decode step:
              weights of the die / memory + b x c x KV bytes / memory + b x 2 FLOPs x active parameters / TP / compute
              + exchange of experts and TP's all-reduces / network + layers x decode_layer_s + engine_step_s
              + syncs of the DP ranks: 2, or 1 with row rollout.ascend_dp_sync. The two are
@@ -48,7 +47,6 @@ from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.phases import STEP_PHASES
 from verl_patches.layout.sharding import GRAD_BYTES, LIBRARIES, OPTIMIZER_BYTES
 from verl_patches.plan.activations import PerStage, recomputed_layers
-from verl_patches.rollout.rebalance import MoveCost
 from verl_patches.step.batches.batch_plan import expert_group_replicas
 
 # Rates of one A3 die: FLOP/s in bf16, bytes/s of its memory, of the network one way, of the link to its host. The
@@ -151,8 +149,7 @@ class StepInput:
     without rollout, weight sync and reward; `actor`: false where the critic alone is trained.
     `graph_sizes`: batch sizes of decode graphs; empty: eager. `whole_shared_experts`: shared experts are not split
     under TP. `dp_syncs`: syncs of the DP ranks in a decode step. `kv_bytes`: bytes of a die's KV cache, None: no limit.
-    `rebalance_every`: decode steps between exchanges of requests, None: never. `expert_load`: tokens of the busiest
-    rank over the mean, in training and in rollout.
+    `expert_load`: tokens of the busiest rank over the mean, in training and in rollout.
     `engine_ratio`: the part of engine_step_s that is left; 1 in every total (step_plan.ENGINE_RATIO).
     """
 
@@ -185,7 +182,6 @@ class StepInput:
     engine_ratio: float = 1.0
     dp_sync: str = "hccl"
     dp_syncs: int = 2
-    rebalance_every: int | None = None
     expert_load: tuple[float, float] = (1.0, 1.0)
     kv_bytes: float | None = None
     sampled: bool = True
@@ -463,20 +459,11 @@ def rollout_s(run: StepInput, constants: Constants) -> float:
     seconds = _prefill_s(run, replica, constants)
     if replica > sequences:  # a finished response makes room for a waiting one
         seconds += (replica - sequences) / sequences * mean * step(sequences, lengths.prompt + mean / 2)
-    width, every = last / _SEGMENTS, run.rebalance_every
+    width = last / _SEGMENTS
     at = (np.arange(_SEGMENTS) + 0.5) * width
     fullest = fullest_replica(layout.dp // layout.edp, sequences, [lengths.survival(tokens) for tokens in at])
     for tokens, most in zip(at.tolist(), fullest, strict=True):
-        context = lengths.prompt + tokens
-        running = most
-        if every:  # the last exchange, on average every / 2 steps ago, gave all replicas the mean
-            running = min(most, max(1.0, sequences * lengths.survival(tokens - every / 2)))
-            exchange = DP_SYNC_S["gloo"]
-            if find_tier(running) < find_tier(most):
-                moved = math.ceil((most - running) * context)
-                exchange += MoveCost(run.model.kv_bytes, every).moves_s(moved)
-            seconds += width / every * exchange
-        seconds += width * step(running, context)
+        seconds += width * step(most, lengths.prompt + tokens)
     return seconds
 
 

@@ -145,7 +145,6 @@ def step_input(
         whole_shared_experts=run.rollout_library == "vllm-ascend",
         dp_sync=workload.dp_sync,
         dp_syncs=1 if "rollout.ascend_dp_sync" in rows else 2,
-        rebalance_every=recipe.rollout.rebalance_every if "rollout.rebalance" in rows else None,
         expert_load=(
             1.0 if recipe.train.balanced_routing else workload.loads[0],
             1.0 if recipe.rollout.balanced_routing else workload.loads[1],

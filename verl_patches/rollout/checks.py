@@ -54,12 +54,6 @@ def _scheduler(run: RunSpec) -> Iterator[Check]:
     options, recipe = run.ascend, run.recipe.rollout
     if not (options.get("ascend_scheduler_config") or {}).get("enabled"):
         return
-    if recipe.rebalance_every is not None:
-        text = (
-            f"recipe.rollout.rebalance_every is {recipe.rebalance_every} with {_ASCEND}.scheduler=ascend; expected "
-            "null, or scheduler=v1, whose running requests can move between data-parallel ranks (level=tuned)"
-        )
-        yield Check("Ascend scheduler", False, text)
     if not run.splits_prompts and options.get("chunked_prefill_for_mla") and recipe.ascend.prefix_caching:
         text = (
             f"{_ASCEND}: scheduler=ascend, chunked_prefill_for_mla and prefix_caching are all on; expected one of them "

@@ -33,7 +33,6 @@ def feature_states(run: RunSpec) -> dict[str, bool]:
         or train.importance_ratio == "sequence"
         or has_correction(recipe.rollout_correction)
         or not run.samples,
-        "rebalance": rollout.rebalance_every is not None,
         "remote_code": recipe.trust_remote_code,
         "reward_models": bool(run.reward_models),
         "routing_replay": train.routing_replay is not None,
