@@ -171,19 +171,6 @@ ROLLOUT: tuple[PatchSpec, ...] = (
             "verl_patches.rollout.ascend:reuse_dp_metadata",
             "share_dp_metadata did the all-reduce of a rank without requests; its dummy batch would start another.",
             exit="as rollout.ascend_dp_sync", role="speed"),
-    _ascend("rollout.outputs_at_the_end", "wrap", "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
-            "verl_patches.rollout.decode_host:defer_outputs",
-            "Each request gets an EngineCoreOutput and a dict of log-probs in each step, although LLM.generate asks "
-            "for finished requests alone.",
-            exit="vLLM makes no outputs of steps for RequestOutputKind.FINAL_ONLY", role="speed"),
-    _ascend("rollout.log_probs_at_once", "wrap", "vllm.v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs",
-            "verl_patches.rollout.decode_host:add_log_probs",
-            "vLLM builds a dict as for top-k log-probs (_make_logprob_dict) although k is 0: verl sets logprobs=0.",
-            exit="vLLM has a short way for logprobs=0", role="speed"),
-    _ascend("rollout.steps_alike", "wrap", "vllm.v1.core.sched.scheduler:Scheduler.schedule",
-            "verl_patches.rollout.decode_host:reuse_schedule",
-            "A decode step is scheduled from nothing, request by request, but differs by one token.",
-            exit="vLLM schedules what has changed since the last step", role="speed"),
     _row("rollout.keep_log_probs", "wrap",
          "verl.workers.rollout.vllm_rollout.vllm_rollout_spmd:vLLMRollout.generate_sequences",
          "verl_patches.step.log_probs.rollout_log_probs:keep_rollout_log_probs",
@@ -498,11 +485,6 @@ CHECKPOINT: tuple[PatchSpec, ...] = (
 )  # fmt: skip
 
 MEMORY: tuple[PatchSpec, ...] = (
-    _ascend("update.bind_cores", "override", f"{_ACTOR}.__init__",
-            "verl_patches.worker.recipe_worker:RecipeWorker.__init__",
-            "The system moves threads of a worker between cores, also away from its die's NUMA node; torch_npu's "
-            "CPU_AFFINITY_CONF takes the one die that a worker of Ray's sees for the only one (platform/npu/cores.py).",
-            exit="torch_npu counts the dies of the node", needs=("update.recipe_worker",), role="speed"),
     _row("memory.ledger", "override", f"{_ACTOR}.init_model",
          "verl_patches.worker.recipe_worker:RecipeWorker.init_model",
          "verl does not check what is on the device; the ledger compares it with the memory schedule.",

@@ -10,10 +10,9 @@ from typer.testing import CliRunner
 from tests.runs import composed
 from verl_patches.__main__ import app
 from verl_patches.catalog import ROWS
-from verl_patches.plan.calibration import CONSTANTS
 from verl_patches.plan.memory_plan import LAYERS_KEY, MARGIN_BYTES
 from verl_patches.plan.plan import build_plan
-from verl_patches.plan.step_plan import ENGINE_RATIO, Workload
+from verl_patches.plan.step_plan import Workload
 from verl_patches.rules import RULES
 from verl_patches.run.resolve import CONFIGS_DIR
 
@@ -113,19 +112,14 @@ LONGER_RESPONSES = Workload(response_tokens=1650.0)  # 1588 tokens in the mean a
 
 
 @pytest.mark.parametrize(("name", "workload"), [(BIG, Workload()), (TRUE_WEIGHT, LONGER_RESPONSES)])
-def test_a_256_die_step_has_no_assumed_gain_and_each_phase_leaves_the_margin(name, workload):
-    """Check the controls: rows that are assumed to gain leave the total as it is; more recomputed layers raise it."""
+def test_each_phase_of_a_256_die_step_leaves_the_margin_and_more_recomputed_layers_take_longer(name, workload):
     plan = make_plan(name, "level=tuned", workload=workload)
     step, memory = plan["step"], plan["memory"]
     assert step["total_s"] == pytest.approx(sum(phase["seconds"] for phase in step["phases"]), abs=0.02)
-    saved = step["assumed_gains"][0]["saves_s"]
-    assert saved == pytest.approx((1 - ENGINE_RATIO) * CONSTANTS.engine_step_s * 3072, rel=0.01)
     (followed,) = (order for order in memory["orders"] if order["order"] == memory["followed"])
     assert {phase["phase"] for phase in followed["phases"]} >= {"reshard", "rollout", "ref", "update"}
     for phase in followed["phases"]:
         assert phase["peak_bytes"] == sum(phase["bytes"].values()) <= memory["hbm_bytes"] - MARGIN_BYTES
-    without = make_plan(name, "level=tuned", "recipe.patches=[-rollout.steps_alike]", workload=workload)["step"]
-    assert without["total_s"] == step["total_s"] and len(without["assumed_gains"]) == 1
     assert make_plan(name, "level=tuned", f"{LAYERS_KEY}=8", workload=workload)["step"]["total_s"] > step["total_s"]
 
 

@@ -41,7 +41,6 @@ _FIGURE_SECTIONS: _Sections = (
      ("phase", "range_s", "seconds", "quoted_s")),
     ("whole step", "step", ("total_range_s", "total_s", "quoted_total_s", "tokens_per_s_per_die_range")),
     ("assumptions", "step.assumed", ()),
-    ("in no total: what an assumption would save (docs/profile.md)", "step.assumed_gains", ("if", "saves_s")),
     ("what a start reads and a save writes (modelled), at --disk-gb-s", "disk.parts", ("part", "bytes", "seconds")),
     ("step model on the published runs (docs/plan.md)", "step.calibration",
      ("row", "quoted_s", "modelled_s", "error", "fixes")),
@@ -187,8 +186,6 @@ def _screen_rows(plan: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
         for each in step["phases"] if plan["ok"] else ():
             if each["seconds"]:
                 yield each["phase"], _seconds_text(each["range_s"], each["seconds"], each.get("quoted_s")), 1
-        for gain in step["assumed_gains"]:
-            yield "", f"{gain['if']}, then -{gain['saves_s']:.0f} s", 1
     if plan["level"] and plan["ok"]:
         yield "level", _level_text(plan["level"]), 2
     notes = [check["name"] for check in checks if check["note"] and check["name"] not in _SCREEN_CHECKS]

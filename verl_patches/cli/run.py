@@ -86,7 +86,6 @@ DISK_HELP = (
 PLOT_HELP = "Draw the memory of the fullest die over the phases of a step."
 WHOLE_HELP = "Print every check, rank, patch row, environment variable and command of the plan too."
 Whole = Annotated[bool, typer.Option("--all", help=WHOLE_HELP)]
-SYNC_HELP = "Backend by which DP ranks synchronise in a decode step: hccl or gloo."
 
 
 def _refuse_old_layout(value: str | None) -> None:
@@ -216,7 +215,6 @@ def plan_command(
     top: Annotated[int, typer.Option(min=1, max=20, help=TOP_HELP)] = 5,
     prompt_tokens: Annotated[float | None, typer.Option(help=PROMPT_HELP)] = None,
     response_tokens: Annotated[float | None, typer.Option(help=RESPONSE_HELP)] = None,
-    dp_sync: Annotated[str, typer.Option(help=SYNC_HELP)] = "hccl",
     lengths: Annotated[Path | None, typer.Option(metavar="RUN", help=LENGTHS_HELP)] = None,
     expert_load: Annotated[Path | None, typer.Option(metavar="RUN", help=LOAD_HELP)] = None,
     disk_gb_s: Annotated[str | None, typer.Option(metavar="NUMBER|RUN", help=DISK_HELP)] = None,
@@ -234,7 +232,7 @@ def plan_command(
     overrides, trees = overrides or [], find_trees(upstream, verl_path)
     found = {} if measured is None else _read_measured(measured)
     rate = disk_gb_s or str(found.get("disk_gb_s") or DISK_GB_S)
-    workload = Workload(prompt_tokens, response_tokens, dp_sync, disk_gb_s=_disk_rate(rate))
+    workload = Workload(prompt_tokens, response_tokens, disk_gb_s=_disk_rate(rate))
     workload = replace(workload, measured=found.get("constants", {}))
     if lengths is not None:
         recorded = recorded_lengths(str(find_start(lengths, output_root())))

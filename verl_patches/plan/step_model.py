@@ -6,7 +6,7 @@ micro batches of a replica, b responses that decode on a replica, c tokens of co
 
 values, update_critic   as ref and update, of a critic; its head is taken for the vocabulary's, an upper bound
 rollout      steps x decode + prefill, until the longest response ends; b falls as responses end. All replicas of an
-             instance take as long as the one with the most left (binomial, as lengths are independent). One decode step:
+             instance take as long as the one with the most left (binomial, as lengths are independent). A decode step:
              weights of the die / memory + b x c x KV bytes / memory + b x 2 FLOPs x active parameters / TP / compute
              + exchange of experts and TP's all-reduces / network + layers x decode_layer_s + engine_step_s
              + syncs of the DP ranks: 2, or 1 with row rollout.ascend_dp_sync. The two are
@@ -150,7 +150,6 @@ class StepInput:
     `graph_sizes`: batch sizes of decode graphs; empty: eager. `whole_shared_experts`: shared experts are not split
     under TP. `dp_syncs`: syncs of the DP ranks in a decode step. `kv_bytes`: bytes of a die's KV cache, None: no limit.
     `expert_load`: tokens of the busiest rank over the mean, in training and in rollout.
-    `engine_ratio`: the part of engine_step_s that is left; 1 in every total (step_plan.ENGINE_RATIO).
     """
 
     model: ModelShape
@@ -179,7 +178,6 @@ class StepInput:
     token_budget: int = 1024
     prefix_caching: bool = False
     whole_shared_experts: bool = True
-    engine_ratio: float = 1.0
     dp_sync: str = "hccl"
     dp_syncs: int = 2
     expert_load: tuple[float, float] = (1.0, 1.0)
@@ -448,7 +446,7 @@ def rollout_s(run: StepInput, constants: Constants) -> float:
     mean, last = lengths.mean_of_longest(), lengths.mean_of_longest(run.responses)
     sequences = max(1.0, min(run.max_num_seqs, replica, _kv_sequences(run, mean)))
     syncs = run.dp_syncs * DP_SYNC_S[run.dp_sync] if layout.dp > layout.edp else 0.0
-    fixed = constants.engine_step_s * run.engine_ratio + syncs
+    fixed = constants.engine_step_s + syncs
 
     def find_tier(running: float) -> float:
         return next((size for size in sorted(run.graph_sizes) if size >= running), running)

@@ -29,7 +29,6 @@ from verl_patches.plan.step_model import (
     direct_sync_bound,
     driver_bytes,
     rollout_bytes,
-    rollout_s,
     stage_elements,
     step_time,
     tokens_per_s_per_die,
@@ -42,18 +41,12 @@ from verl_patches.spec import RunSpec
 from verl_patches.step.batches.limits import trainer_bytes
 
 DISK_GB_S = 10.0  # rate of a shared file system; assumed
-DECODE_ROWS = {"rollout.outputs_at_the_end", "rollout.log_probs_at_once", "rollout.steps_alike"}
-# CPU time of a decode step at batch 64 with DECODE_ROWS, relative to that without them
-# (tests/benchmarks/decode_step.py, x86): an upper bound of what they save of engine_step_s, and in no total
-ENGINE_RATIO = 0.6
-COLLECTOR_ROWS = {"rollout.no_collector", "update.bind_cores"}
-COLLECTOR_AND_CORES_SHARE = 0.136  # part of rollout's seconds that COLLECTOR_ROWS save; quoted for another model
 RESPONSE_TOKENS = 1000.0  # mean of responses that end by themselves, before the cut; assumed
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Describe the workload that a configuration does not give: mean tokens of prompts and responses, DP sync backend.
+    """Describe the workload that a configuration does not give: mean tokens of prompts and responses.
 
     prompt_tokens: None is the published run's mean. response_tokens: mean of responses that end by themselves, None is
     RESPONSE_TOKENS; it is not read where all have full length.
@@ -65,7 +58,6 @@ class Workload:
 
     prompt_tokens: float | None = None
     response_tokens: float | None = None
-    dp_sync: str = "hccl"
     lengths: str | None = None
     recorded: tuple[Sequence[int], Sequence[int]] = ((), ())
     expert_load: str | None = None
@@ -80,8 +72,6 @@ class Workload:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"--{name.replace('_', '-')} is {value}; expected a number above 0")
-        if self.dp_sync not in DP_SYNC_S:
-            raise ConfigError(f"--dp-sync is {self.dp_sync!r}; expected one of {', '.join(DP_SYNC_S)}")
 
     @property
     def constants(self) -> Constants:
@@ -92,7 +82,6 @@ class Workload:
     def option(self) -> tuple[str, ...]:
         """Return the words of the command line that give it; none for the defaults."""
         given: dict[str, Any] = {"--prompt-tokens": self.prompt_tokens, "--response-tokens": self.response_tokens}
-        given["--dp-sync"] = None if self.dp_sync == "hccl" else self.dp_sync
         given |= {"--lengths": self.lengths, "--expert-load": self.expert_load}
         given["--disk-gb-s"] = None if self.disk_gb_s == DISK_GB_S else self.disk_gb_s
         return tuple(word for name, value in given.items() if value is not None for word in (name, str(value)))
@@ -143,7 +132,6 @@ def step_input(
         token_budget=rollout.max_num_batched_tokens,
         prefix_caching=recipe.rollout.ascend.prefix_caching,
         whole_shared_experts=run.rollout_library == "vllm-ascend",
-        dp_sync=workload.dp_sync,
         dp_syncs=1 if "rollout.ascend_dp_sync" in rows else 2,
         expert_load=(
             1.0 if recipe.train.balanced_routing else workload.loads[0],
@@ -193,9 +181,6 @@ def step_sections(run: RunSpec, memory: RunMemory, workload: Workload) -> dict[s
     wire = {"received_bytes": round(sync.received_bytes), "sent_bytes": round(sync.sent_bytes), **spread}
     calls = {"old_log_prob": model.old_micro_batch, "ref": model.ref_micro_batch, "update": model.micro_batch}
     columns = {"old_log_prob": 0, "ref": 0, "update": 3}  # fp32 columns of responses that the trainer sends
-    step = step_figures(model, workload) if run.as_npu and run.hardware.timed else None
-    if step:
-        step["assumed_gains"] = _assumed_gains(run, model, workload.constants)
     dispatch = {name: round(driver_bytes(model, columns[name])) for name, used in calls.items() if used}
     cached = _cached_columns(model, send_back=run.verl.algorithm.use_kl_in_reward)
     if model.tensor_cache:
@@ -206,7 +191,7 @@ def step_sections(run: RunSpec, memory: RunMemory, workload: Workload) -> dict[s
     if model.critic_micro_batch:
         dispatch |= {"values": round(driver_bytes(whole, 3)), "update_critic": round(driver_bytes(whole, 6))}
     return {
-        "step": step,
+        "step": step_figures(model, workload) if run.as_npu and run.hardware.timed else None,
         "disk": disk_figures(run, workload.disk_gb_s),
         "traffic": {
             "weight_sync": {**wire, "collectives": sync.collectives},
@@ -268,27 +253,16 @@ def step_figures(run: StepInput, workload: Workload) -> dict[str, Any]:
         "assumed": {
             "prompt_tokens": round(run.lengths.prompt, 1),
             "response_tokens": round(run.lengths.mean_of_longest(), 1),
-            "dp_sync": workload.dp_sync,
             "lengths": _lengths_text(run.lengths, workload),
             "expert_load": dict(zip(("train", "rollout"), run.expert_load, strict=True)),
         },
-        "constants": {**vars(constants), "dp_sync_s": DP_SYNC_S, "empty_cache_s_per_byte": EMPTY_CACHE_S_PER_BYTE},
+        "constants": {
+            **vars(constants),
+            "dp_sync_s": DP_SYNC_S["hccl"],
+            "empty_cache_s_per_byte": EMPTY_CACHE_S_PER_BYTE,
+        },
         "calibration": calibration_errors(),
     }
-
-
-def _assumed_gains(run: RunSpec, step: StepInput, constants: Constants) -> list[dict[str, Any]]:
-    """Return [{if, saves_s}]: what rows of the run would save if an assumption held; no total has it."""
-    gains, seconds = list[dict[str, Any]](), rollout_s(step, constants) if step.sampled else 0.0
-    if step.sampled and DECODE_ROWS <= run.rows and run.recipe.rollout.ascend.scheduler == "v1":
-        saved = seconds - rollout_s(replace(step, engine_ratio=ENGINE_RATIO), constants)
-        text = f"if {ENGINE_RATIO:g} of a decode step's CPU time is left, as on x86"
-        gains.append({"if": text, "saves_s": round(saved, 2)})
-    if step.sampled and COLLECTOR_ROWS <= run.rows:
-        share = COLLECTOR_AND_CORES_SHARE
-        text = f"if no collector and bound cores save {share:.1%} of rollout, as quoted for another model"
-        gains.append({"if": text, "saves_s": round(share * seconds, 2)})
-    return gains
 
 
 def _lengths_text(lengths: Lengths, workload: Workload) -> str:
