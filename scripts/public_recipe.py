@@ -323,7 +323,6 @@ GAINS = (
     ),
     _rows("one copy of a call's arguments", "dispatch.put_once", "bytes through Ray; the tensor cache leaves few"),
     _rows("no garbage collector in a rollout", "rollout.no_collector", "not modelled", modelled=False),
-    _rows("all of MLA's second stream", "rollout.ascend_multistream_mla", "not modelled", modelled=False),
 )
 
 

@@ -16,7 +16,6 @@ SMALL_RUNS = (
     "data.py --rows 2000",
     "heartbeat.py",
     "log_prob.py --tokens 16",
-    "planning.py",
     "start.py",
     "weights.py --only convert --pairs 1 --tiny",
     "weights.py --only save --mib 16",

@@ -102,12 +102,6 @@ ROLLOUT: tuple[PatchSpec, ...] = (
             "tokens' KV: later tokens are silently wrong (|dlogp| 2.2, a tiny model). A prompt of one token counts as "
             "a decode: among new prompts, the keys of the others alone are written to the slots of all tokens.",
             exit="vllm-ascend PR 1748 (torchair_graph bugfix when chunked_prefill is true) is in the pin"),
-    _ascend("rollout.ascend_multistream_mla", "wrap",
-            "vllm_ascend.models.deepseek_v2:CustomDeepseekV2MLAAttention.__init__",
-            "verl_patches.rollout.ascend:pass_multistream_mla",
-            "The class's forward computes enable_multistream_mla, but does not pass it on where torchair is enabled: "
-            "the KV cache's write and the query's rotary embedding stay on the first stream.",
-            exit="the pin keeps its forward_kwargs with torchair too", feature="multistream_mla", role="speed"),
     _ascend("rollout.ascend_top_k_top_p", "wrap",
             "vllm_ascend.patch.worker.patch_common.patch_sampler:_apply_top_k_top_p",
             "verl_patches.rollout.ascend:reorder_top_k_top_p",

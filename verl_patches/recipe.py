@@ -126,7 +126,7 @@ class RolloutAscend:
     compile (vllm_ascend.worker.model_runner_v1.NPUModelRunner.capture_model). null takes max_num_seqs alone; at
     level=tuned also 8, 16, 32, ... below it, unless rollout.ignore_eos keeps batches full.
     multistream_mla: run KV normalisation and rotary embedding of decode on a second stream
-    (vllm_ascend.attention.mla_v1.AscendMLAImpl.exec_kv; row rollout.ascend_multistream_mla).
+    (vllm_ascend.attention.mla_v1.AscendMLAImpl.exec_kv).
     multistream_moe: run the shared expert of decode on a second stream (vllm_ascend.ops.fused_moe.AscendFusedMoE); with
     TP its weights are whole on every rank (vllm_ascend.models.deepseek_v2.CustomDeepseekV2MoE) and tokens go to experts
     without an all-reduce (vllm_ascend.models.deepseek_v2.CustomDeepseekV2DecoderLayer).

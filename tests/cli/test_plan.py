@@ -59,14 +59,10 @@ def test_all_prints_every_section_before_the_screen():
     assert "on by default" not in "\n".join(whole)
 
 
-def test_seconds_are_a_range_and_what_is_assumed_stands_beside_them():
-    plan = json.loads(call("plan", BIG, "level=tuned", "--json").stdout)
-    step, shown = plan["step"], call("plan", BIG, "level=tuned").stdout
+def test_seconds_are_a_range():
+    step = json.loads(call("plan", BIG, "level=tuned", "--json").stdout)["step"]
     assert step["total_s"] == pytest.approx(sum(phase["seconds"] for phase in step["phases"]), abs=0.01)
     assert step["total_range_s"][0] <= step["total_s"] < step["total_range_s"][1]
-    level = plan["level"]
-    assert level["other"] == "reference" and level["saves_s"] > 100 and "reference: " in shown
-    assert {"trainer.balance_batch", "recipe.tensor_cache.enabled"} & {*level["keys"]} == {"trainer.balance_batch"}
 
 
 def test_a_published_run_is_planned_by_its_lengths_and_switches():
@@ -126,7 +122,8 @@ def test_what_is_printed_for_4_nodes_of_8_dies_leads_to_a_layout(config, hardwar
     done = call(*search)
     if config == BIG:
         assert isinstance(done.exception, ConfigError) and "no layout for 32 dies" in str(done.exception)
-        search.append(re.search(r"recipe\.num_hidden_layers=\d+", str(done.exception))[0])
+        assert "use more dies, or fewer layers (recipe.num_hidden_layers)" in str(done.exception)
+        search.append("recipe.num_hidden_layers=8")
         done = call(*search)
     assert done.exit_code == 0, (done.output, done.exception)
     row = next(line for line in done.output.splitlines() if line.startswith("1: "))

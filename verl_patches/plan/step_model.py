@@ -41,7 +41,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from verl_patches.layout.flops import PEAK_FLOPS_PER_S, forward_flops, layer_flops, layer_kinds, layer_sizes
+from verl_patches.layout.flops import PEAK_FLOPS_PER_S, LayerSizes, forward_flops, layer_flops, layer_kinds, layer_sizes
 from verl_patches.layout.inventory import DTYPE_BYTES, ModelShape
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.phases import STEP_PHASES
@@ -147,9 +147,9 @@ class StepInput:
     the TP x PP workers of a replica. `ref_micro_batch`, `old_micro_batch`: None where that pass is left out,
     `critic_micro_batch` without a critic. `reward_micro_batch`: of each reward model. `sampled`: false on fixed data,
     without rollout, weight sync and reward; `actor`: false where the critic alone is trained.
-    `graph_sizes`: batch sizes of decode graphs; empty: eager. `whole_shared_experts`: shared experts are not split
-    under TP. `dp_syncs`: syncs of the DP ranks in a decode step. `kv_bytes`: bytes of a die's KV cache, None: no limit.
-    `expert_load`: tokens of the busiest rank over the mean, in training and in rollout.
+    `graph_sizes`: batch sizes of decode graphs; empty: eager. `rollout_library`: the rules by which the rollout's
+    tensors are cut (layout/sharding.py). `dp_syncs`: syncs of the DP ranks in a decode step. `kv_bytes`: bytes of a
+    die's KV cache, None: no limit. `expert_load`: tokens of the busiest rank over the mean, in training and in rollout.
     """
 
     model: ModelShape
@@ -177,7 +177,7 @@ class StepInput:
     graph_sizes: tuple[int, ...] = (64,)
     token_budget: int = 1024
     prefix_caching: bool = False
-    whole_shared_experts: bool = True
+    rollout_library: str = "vllm-ascend"
     dp_sync: str = "hccl"
     dp_syncs: int = 2
     expert_load: tuple[float, float] = (1.0, 1.0)
@@ -191,11 +191,6 @@ class StepInput:
     def responses(self) -> int:
         """Return the number of responses of a step."""
         return self.prompts * self.samples
-
-    @property
-    def rollout_library(self) -> str:
-        """Return the name of the rules by which the rollout's tensors are cut (layout/sharding.py)."""
-        return "vllm-ascend" if self.whole_shared_experts else "vllm"
 
 
 # sizes and rates
@@ -220,10 +215,9 @@ def compute_s(flops: float, efficiency: float = COMPUTE_EFFICIENCY) -> float:
 def stage_elements(model: ModelShape, layout: ParallelLayout, stage: int, library: str) -> tuple[float, float]:
     """Return (dense, routed): the elements of both kinds on a rank of `stage`."""
     dense = routed = 0.0
-    whole_shared = "shared_expert_gate" in LIBRARIES[library].whole
     for layer in layout.stage_layers(stage, model.num_hidden_layers):
         sizes = layer_sizes(model, model.is_moe(layer), library)
-        dense += sizes.split / layout.tp + sizes.whole + sizes.shared / (1 if whole_shared else layout.tp)
+        dense += _dense_elements(sizes, layout.tp, library)
         routed += sizes.expert * model.n_routed_experts / (layout.ep * layout.etp)
     table = model.vocab_size * model.hidden_size / layout.tp
     if stage == 0:
@@ -231,6 +225,12 @@ def stage_elements(model: ModelShape, layout: ParallelLayout, stage: int, librar
     if stage == layout.pp - 1:
         dense += table  # head
     return dense, routed
+
+
+def _dense_elements(sizes: LayerSizes, tp: int, library: str) -> float:
+    """Return the elements of a layer on a TP rank without its routed experts."""
+    whole_shared = "shared_expert_gate" in LIBRARIES[library].whole
+    return sizes.split / tp + sizes.whole + sizes.shared / (1 if whole_shared else tp)
 
 
 # training
@@ -414,8 +414,8 @@ def decode_s(run: StepInput, running: float, context: float, tier: float, consta
     for moe, count in layer_kinds(model):
         sizes = layer_sizes(model, moe, run.rollout_library)
         top_k = model.num_experts_per_tok * run.expert_load[1] if moe else 0
-        shared = sizes.shared / (1 if run.whole_shared_experts else layout.tp)
-        flops += 2 * count * (sizes.whole + shared + (sizes.split + top_k * sizes.expert) / layout.tp)
+        dense = _dense_elements(sizes, layout.tp, run.rollout_library)
+        flops += 2 * count * (dense + top_k * sizes.expert / layout.tp)
     kv = model.kv_bytes * context * running
     latency = constants.decode_layer_s if run.graph_sizes else max(EAGER_LAYER_S, constants.decode_layer_s)
     seconds = memory_s(read * size + kv) + compute_s(flops * tier) + network_s(_token_bytes(run) * tier)

@@ -131,7 +131,7 @@ def step_input(
         graph_sizes=graphs,
         token_budget=rollout.max_num_batched_tokens,
         prefix_caching=recipe.rollout.ascend.prefix_caching,
-        whole_shared_experts=run.rollout_library == "vllm-ascend",
+        rollout_library=run.rollout_library,
         dp_syncs=1 if "rollout.ascend_dp_sync" in rows else 2,
         expert_load=(
             1.0 if recipe.train.balanced_routing else workload.loads[0],
@@ -171,33 +171,21 @@ def step_sections(run: RunSpec, memory: RunMemory, workload: Workload) -> dict[s
     step: None on a CPU and on machines for which no published run gives seconds. Raise ConfigError where layouts or the
     weight sync do not fit.
     """
-    sync, spread = verl_sync(run.trained_model, run.train), dict[str, int]()
+    sync = verl_sync(run.trained_model, run.train)
     if not run.samples:
         sync = SyncTraffic(0, 0, 0)
     elif has_direct_sync(run.rows):
-        sync, spread = direct_traffic(run_blocks(run), run.train, run.recipe.reshard.bucket_bytes)
+        sync = direct_traffic(run_blocks(run), run.train, run.recipe.reshard.bucket_bytes)
     offload, kv_bytes = run_offload(memory, run.recipe.reshard.bucket_bytes)
     model = step_input(run, workload, sync, offload, kv_bytes or None)
-    wire = {"received_bytes": round(sync.received_bytes), "sent_bytes": round(sync.sent_bytes), **spread}
-    calls = {"old_log_prob": model.old_micro_batch, "ref": model.ref_micro_batch, "update": model.micro_batch}
-    columns = {"old_log_prob": 0, "ref": 0, "update": 3}  # fp32 columns of responses that the trainer sends
-    dispatch = {name: round(driver_bytes(model, columns[name])) for name, used in calls.items() if used}
-    cached = _cached_columns(model, send_back=run.verl.algorithm.use_kl_in_reward)
-    if model.tensor_cache:
-        dispatch = {stage: sum(sizes.values()) for stage, sizes in cached.items()}
-    whole = replace(model, tensor_cache=False)  # value models get the trainer's batch even with the cache
-    if model.reward_models:
-        dispatch["rm_scores"] = round(driver_bytes(whole, 0))
-    if model.critic_micro_batch:
-        dispatch |= {"values": round(driver_bytes(whole, 3)), "update_critic": round(driver_bytes(whole, 6))}
+    wire = {"received_bytes": round(sync.received_bytes), "sent_bytes": round(sync.sent_bytes)}
     return {
         "step": step_figures(model, workload) if run.as_npu and run.hardware.timed else None,
         "disk": disk_figures(run, workload.disk_gb_s),
         "traffic": {
             "weight_sync": {**wire, "collectives": sync.collectives},
             "sent": sent_bytes(model),
-            "dispatch_bytes": dispatch,
-            "dispatch_columns": cached,
+            "dispatch_bytes": dispatch_bytes(model, send_back=run.verl.algorithm.use_kl_in_reward),
         },
         "ports": hccl.node_ports(run) if run.as_npu else None,
     }
@@ -210,16 +198,23 @@ def sent_bytes(run: StepInput) -> dict[str, int]:
     return {side: round(size) for side, size in {"train": train_bytes(run), **sampled}.items()}
 
 
-def _cached_columns(run: StepInput, send_back: bool) -> dict[str, dict[str, int]]:
-    """Return `trainer_bytes` of the run's stages, {} without a cache; `send_back`: log-probs, for KL in the reward."""
-    if not run.tensor_cache:
-        return {}
-    tokens = run.prompts * run.lengths.prompt, run.responses * run.lengths.mean_of_longest()
-    options = {"send_back": send_back, "per_token": run.critic_micro_batch is not None}
-    columns = trainer_bytes(run.prompts, run.responses, *tokens, **options)
-    absent = [] if run.old_micro_batch else ["log_prob"]
+def dispatch_bytes(run: StepInput, send_back: bool) -> dict[str, int]:
+    """Return {stage: bytes} that the trainer sends or receives in a step; `send_back`: log-probs, for KL in reward."""
+    whole = replace(run, tensor_cache=False)  # value models get the trainer's batch even with the cache
+    absent = [] if run.old_micro_batch else ["log_prob", "old_log_prob"]
     absent += [] if run.ref_micro_batch else ["ref"]
-    return {stage: sizes for stage, sizes in columns.items() if sizes and stage not in absent}
+    if run.tensor_cache:
+        tokens = run.prompts * run.lengths.prompt, run.responses * run.lengths.mean_of_longest()
+        options = {"send_back": send_back, "per_token": run.critic_micro_batch is not None}
+        columns = trainer_bytes(run.prompts, run.responses, *tokens, **options)
+        sizes = {stage: float(sum(each.values())) for stage, each in columns.items() if each}
+    else:
+        sizes = {"old_log_prob": driver_bytes(run, 0), "ref": driver_bytes(run, 0), "update": driver_bytes(run, 3)}
+    if run.reward_models:
+        sizes["rm_scores"] = driver_bytes(whole, 0)
+    if run.critic_micro_batch:
+        sizes |= {"values": driver_bytes(whole, 3), "update_critic": driver_bytes(whole, 6)}
+    return {stage: round(size) for stage, size in sizes.items() if stage not in absent}
 
 
 def step_figures(run: StepInput, workload: Workload) -> dict[str, Any]:
@@ -271,10 +266,8 @@ def _lengths_text(lengths: Lengths, workload: Workload) -> str:
     return "all at the limit" if lengths.mean is None else f"lognormal, cv {lengths.cv:g}"
 
 
-def direct_traffic(
-    blocks: Sequence[Block], train: ParallelLayout, bucket_bytes: int
-) -> tuple[SyncTraffic, dict[str, int]]:
-    """Return the traffic of our weight sync, whose routes are not planned here, and {received_mean_bytes}.
+def direct_traffic(blocks: Sequence[Block], train: ParallelLayout, bucket_bytes: int) -> SyncTraffic:
+    """Return the traffic of our weight sync, whose routes are not planned here.
 
     The bytes that must arrive are exact; sent bytes are the mean over a pipeline stage, from which those of planned
     routes differ by 0.1 % (docs/weight-sync.md).
@@ -285,10 +278,8 @@ def direct_traffic(
         for rank in missing:
             received[rank] += size
         sent[train.coordinates(block.holders[0]).pp] += size * len(missing)
-    busiest = max(sent.values(), default=0) * train.pp / train.world_size
-    most = max(received)
-    traffic = SyncTraffic(most, busiest, math.ceil(max(most, busiest) / bucket_bytes))
-    return traffic, {"received_mean_bytes": sum(received) // len(received)}
+    busiest, most = max(sent.values(), default=0) * train.pp / train.world_size, max(received)
+    return SyncTraffic(most, busiest, math.ceil(max(most, busiest) / bucket_bytes))
 
 
 def disk_figures(run: RunSpec, gb_s: float) -> dict[str, Any]:
