@@ -19,8 +19,6 @@ from verl_patches.plan.calibration import CONSTANTS, MEAN_PROMPT, calibration_er
 from verl_patches.plan.expected import group_bytes, phase_moments
 from verl_patches.plan.memory_plan import RunMemory, recomputation
 from verl_patches.plan.step_model import (
-    DP_SYNC_S,
-    EMPTY_CACHE_S_PER_BYTE,
     Constants,
     Lengths,
     Offload,
@@ -250,11 +248,6 @@ def step_figures(run: StepInput, workload: Workload) -> dict[str, Any]:
             "response_tokens": round(run.lengths.mean_of_longest(), 1),
             "lengths": _lengths_text(run.lengths, workload),
             "expert_load": dict(zip(("train", "rollout"), run.expert_load, strict=True)),
-        },
-        "constants": {
-            **vars(constants),
-            "dp_sync_s": DP_SYNC_S["hccl"],
-            "empty_cache_s_per_byte": EMPTY_CACHE_S_PER_BYTE,
         },
         "calibration": calibration_errors(),
     }
