@@ -288,7 +288,7 @@ def _layout_rows(side: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def memory_rows(memory: dict[str, Any]) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
+def memory_rows(memory: dict[str, Any]) -> tuple[str, tuple[str, ...], list[tuple[str, str, str]]]:
     """Return title, columns and rows of a table: the peak of each phase on the worst rank."""
     hbm = memory["hbm_bytes"]
 

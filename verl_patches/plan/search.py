@@ -133,9 +133,10 @@ def _rollout_sides(run: RunSpec, workload: Workload, splits: Sequence[int]) -> S
             keys["recipe.logprob_check.sequences"] = None  # one for each replica
         tried = changed_run(run, keys)
         one = step_input(tried, workload)
-        sync, share = one.sync, memory_plan.engine_share(tried, tried.rollout, one.token_budget, "train", "rollout")
-        one = replace(one, kv_bytes=share - sync.received_bytes)
-        if one.kv_bytes >= run.longest_tokens * one.model.kv_bytes:
+        sync = step_model.direct_sync_bound(one.model, one, run.recipe.reshard.bucket_bytes)
+        share = memory_plan.engine_share(tried, tried.rollout, one.token_budget, "train", "rollout")
+        one = replace(one, kv_bytes=(kv_bytes := share - sync.received_bytes))
+        if kv_bytes >= run.longest_tokens * one.model.kv_bytes:
             seconds = step_model.rollout_s(one, constants) + step_model.reshard_s(sync, constants)
             yield seconds if machine.timed else step_model.rollout_bytes(one) + sync.received_bytes, keys
 
