@@ -29,7 +29,6 @@ def test_train_has_the_keys_and_defaults_of_the_engine_table():
         ({"line": "pypi", "train": {"balanced_routing": True}}, "balanced_routing.*recipe.line=a3"),
         ({"rollout": {"ascend": {"multistream_moe": True}}}, "multistream_moe is True"),
         ({"rollout": {"ascend": {"graphs": True, "kv_nz": True}}}, "kv_nz is True"),
-        ({"platform": "npu", "rollout": {"rebalance_every": 8}}, "recipe.rollout.data_parallel_size is 1"),
     ],
 )
 def test_wrong_keys_and_values_are_refused_by_name(section, message):

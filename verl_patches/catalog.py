@@ -102,12 +102,6 @@ ROLLOUT: tuple[PatchSpec, ...] = (
             "tokens' KV: later tokens are silently wrong (|dlogp| 2.2, a tiny model). A prompt of one token counts as "
             "a decode: among new prompts, the keys of the others alone are written to the slots of all tokens.",
             exit="vllm-ascend PR 1748 (torchair_graph bugfix when chunked_prefill is true) is in the pin"),
-    _ascend("rollout.ascend_multistream_mla", "wrap",
-            "vllm_ascend.models.deepseek_v2:CustomDeepseekV2MLAAttention.__init__",
-            "verl_patches.rollout.ascend:pass_multistream_mla",
-            "The class's forward computes enable_multistream_mla, but does not pass it on where torchair is enabled: "
-            "the KV cache's write and the query's rotary embedding stay on the first stream.",
-            exit="the pin keeps its forward_kwargs with torchair too", feature="multistream_mla", role="speed"),
     _ascend("rollout.ascend_top_k_top_p", "wrap",
             "vllm_ascend.patch.worker.patch_common.patch_sampler:_apply_top_k_top_p",
             "verl_patches.rollout.ascend:reorder_top_k_top_p",
@@ -159,16 +153,6 @@ ROLLOUT: tuple[PatchSpec, ...] = (
             "verl_patches.step.replay.expert_load:count_experts",
             "as rollout.count_mc2, where experts are not split", exit="as rollout.count_mc2",
             bindings=("vllm_ascend.ops.common_fused_moe:fused_experts",), role="observe", feature="expert_load"),
-    _ascend("rollout.rebalance", "wrap", "vllm.v1.engine.llm_engine:LLMEngine.step",
-            "verl_patches.rollout.rebalance_engine:step_with_rebalance",
-            "Data-parallel ranks of an instance decode in lock step, each step as long as for the rank with the most "
-            "requests; vLLM never moves a running request. With recipe.rollout.rebalance_every requests and their KV "
-            "blocks move to ranks that have few.", feature="rebalance",
-            exit="vLLM moves running requests between data-parallel ranks", needs=("rollout.rebalance_end",)),
-    _ascend("rollout.rebalance_end", "wrap", "vllm.v1.engine.llm_engine:LLMEngine.has_unfinished_requests",
-            "verl_patches.rollout.rebalance_engine:unfinished_with_rebalance",
-            "A rank whose requests are all on others has not finished, nor has one that holds those of others.",
-            exit="as rollout.rebalance", feature="rebalance"),
     _ascend("rollout.ascend_dp_sync", "wrap", "vllm.v1.engine.llm_engine:LLMEngine.has_unfinished_requests_dp",
             "verl_patches.rollout.ascend:share_dp_metadata",
             "DP ranks all-reduce twice in a decode step, 3 ms each in the published run: whether any has requests "
@@ -181,19 +165,6 @@ ROLLOUT: tuple[PatchSpec, ...] = (
             "verl_patches.rollout.ascend:reuse_dp_metadata",
             "share_dp_metadata did the all-reduce of a rank without requests; its dummy batch would start another.",
             exit="as rollout.ascend_dp_sync", role="speed"),
-    _ascend("rollout.outputs_at_the_end", "wrap", "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
-            "verl_patches.rollout.decode_host:defer_outputs",
-            "Each request gets an EngineCoreOutput and a dict of log-probs in each step, although LLM.generate asks "
-            "for finished requests alone.",
-            exit="vLLM makes no outputs of steps for RequestOutputKind.FINAL_ONLY", role="speed"),
-    _ascend("rollout.log_probs_at_once", "wrap", "vllm.v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs",
-            "verl_patches.rollout.decode_host:add_log_probs",
-            "vLLM builds a dict as for top-k log-probs (_make_logprob_dict) although k is 0: verl sets logprobs=0.",
-            exit="vLLM has a short way for logprobs=0", role="speed"),
-    _ascend("rollout.steps_alike", "wrap", "vllm.v1.core.sched.scheduler:Scheduler.schedule",
-            "verl_patches.rollout.decode_host:reuse_schedule",
-            "A decode step is scheduled from nothing, request by request, but differs by one token.",
-            exit="vLLM schedules what has changed since the last step", role="speed"),
     _row("rollout.keep_log_probs", "wrap",
          "verl.workers.rollout.vllm_rollout.vllm_rollout_spmd:vLLMRollout.generate_sequences",
          "verl_patches.step.log_probs.rollout_log_probs:keep_rollout_log_probs",
@@ -508,11 +479,6 @@ CHECKPOINT: tuple[PatchSpec, ...] = (
 )  # fmt: skip
 
 MEMORY: tuple[PatchSpec, ...] = (
-    _ascend("update.bind_cores", "override", f"{_ACTOR}.__init__",
-            "verl_patches.worker.recipe_worker:RecipeWorker.__init__",
-            "The system moves threads of a worker between cores, also away from its die's NUMA node; torch_npu's "
-            "CPU_AFFINITY_CONF takes the one die that a worker of Ray's sees for the only one (platform/npu/cores.py).",
-            exit="torch_npu counts the dies of the node", needs=("update.recipe_worker",), role="speed"),
     _row("memory.ledger", "override", f"{_ACTOR}.init_model",
          "verl_patches.worker.recipe_worker:RecipeWorker.init_model",
          "verl does not check what is on the device; the ledger compares it with the memory schedule.",

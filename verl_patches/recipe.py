@@ -125,7 +125,7 @@ class RolloutAscend:
     graph, which takes 0.5 to 1.5 minutes to compile (vllm_ascend.worker.model_runner_v1.NPUModelRunner.capture_model).
     The further ones of level=tuned are 8, 16, 32, ... below max_num_seqs, unless rollout.ignore_eos keeps batches full.
     multistream_mla: run KV normalisation and rotary embedding of decode on a second stream
-    (vllm_ascend.attention.mla_v1.AscendMLAImpl.exec_kv; row rollout.ascend_multistream_mla).
+    (vllm_ascend.attention.mla_v1.AscendMLAImpl.exec_kv).
     multistream_moe: run the shared expert of decode on a second stream (vllm_ascend.ops.fused_moe.AscendFusedMoE). With
     TP its weights are whole on every rank (vllm_ascend.models.deepseek_v2.CustomDeepseekV2MoE) and tokens go to experts
     without an all-reduce (vllm_ascend.models.deepseek_v2.CustomDeepseekV2DecoderLayer).
@@ -169,8 +169,6 @@ class Rollout:
     instances: number of vLLM instances; null takes world size / (dp x tp).
     enable_expert_parallel: split experts over the ranks of an instance instead of cutting each of them.
     balanced_routing: send equally many tokens to every expert, regardless of the router. For speed runs on npu only.
-    rebalance_every: decode steps between two exchanges in which running requests, with their KV blocks, may move from
-    data-parallel ranks with many requests to those with few; null makes no exchange. Platform npu with dp > 1 only.
     replay: run folder of recorded responses to train on instead of sampling.
     record: keep every step's responses and their rewards in <run>/rollouts.
     """
@@ -179,7 +177,6 @@ class Rollout:
     instances: Count | None = None
     enable_expert_parallel: bool = False
     balanced_routing: bool = False
-    rebalance_every: Count | None = None
     replay: Text | None = None
     record: bool = True
     ascend: RolloutAscend = field(default_factory=RolloutAscend)

@@ -7,7 +7,6 @@ replace no symbol that our patch table replaces.
 import functools
 import gc
 import importlib
-import itertools
 import os
 import signal
 import time
@@ -176,28 +175,18 @@ def sleep_frees_nothing():
         )
 
 
-# -- requests that move between data-parallel ranks --------------------------------------------------------------------
+# -- what the watch counts ---------------------------------------------------------------------------------------------
 
 
-def move_requests():
-    """Let each exchange move one rank's first movable request to the next rank: from rank 0, then rank 1, and so on.
+def print_watched_groups():
+    """Print the groups that the watch counts, after each rollout."""
 
-    Ranks then have unequally many requests after every other exchange. If that rank has no movable request, the plan
-    is unchanged. The hook also prints the groups that the watch counts.
-    """
-    exchanges = itertools.count()
-
-    def to_the_next(plan, state, *args):
-        from verl_patches.rollout.rebalance import MovePlan, RequestMove
-
+    def generate(original, *args, **kwargs):
+        outputs = original(*args, **kwargs)
         print("watch counts", sorted(heartbeat.current_heartbeat()._begun_by_group()))
-        rank = next(exchanges) % len(state.lengths)
-        movable = [at for at, tokens in enumerate(state.lengths[rank]) if tokens > 0]
-        if not movable:
-            return plan(state, *args)
-        return MovePlan((RequestMove(rank, (rank + 1) % len(state.lengths), (movable[0],)),), 0, 0)
+        return outputs
 
-    wrap("verl_patches.rollout.rebalance_engine", "plan_moves", to_the_next)
+    wrap(ROLLOUT, "vLLMRollout.generate_sequences", generate)
 
 
 # -- spoilt destination maps: controls of the resharder's verification -------------------------------------------------

@@ -209,8 +209,7 @@ def test_the_256_die_rollout_with_true_weights_is_right(models, run, level):
     assert found["options"] == written
 
 
-# each switch of recipe.rollout.ascend alone, and what it needs; then rows. rollout.rebalance_every needs several ranks:
-# tests/loop/test_emulated_npu.py, test_layouts_and_graphs_change_no_step
+# each switch of recipe.rollout.ascend alone, and what it needs; then rows
 SWITCHES = {
     "top_k_optimize": {"keys": ["top_k_optimize=false"]},
     "none": {},

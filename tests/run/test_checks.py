@@ -33,9 +33,8 @@ GRAPHS = f"{ASCEND}.graph_batch_sizes"
 WHOLE_PROMPTS, NO_CHUNKS = f"{ASCEND}.scheduler=ascend", f"{ASCEND}.chunked_prefill_for_mla=false"
 IN_CHUNKS = f"+{VLLM}.additional_config.ascend_scheduler_config.enable_chunked_prefill=true"
 DP = "recipe.rollout.data_parallel_size"
-NO_GRAPHS = [f"{ASCEND}.{key}" for key in ("graphs=false", "multistream_mla=false", "multistream_moe=false")]
 CACHED_GRAPH = f"+{VLLM}.additional_config.torchair_graph_config.use_cached_graph=true"
-BUDGET, NO_PREFIX = f"{SAMPLING}.max_num_batched_tokens", f"{ASCEND}.prefix_caching=false"
+BUDGET = f"{SAMPLING}.max_num_batched_tokens"
 ALONE, TP2 = f"{ACTOR}.expert_model_parallel_size=1", f"{ACTOR}.tensor_model_parallel_size=2"
 EIGHT_RANKS = [
     "trainer.nnodes=1",
@@ -93,13 +92,9 @@ REFUSED = [
      ["may be preempted, as 64 of 4096 tokens need 262144 tokens of KV cache, and a die holds 0"]),
     (rules.whole_prompt_checks, TINY, [*EMULATED, WHOLE_PROMPTS, f"{BUDGET}=128"],  # its KV cache is not modelled
      ["128, expected >= 272"]),
-    (rules.ascend_checks, LARGE, ["level=tuned", WHOLE_PROMPTS, "recipe.rollout.rebalance_every=64"],
-     ["chunked_prefill_for_mla .* expected one", "rebalance_every is 64 with .*scheduler=ascend"]),
-    (rules.ascend_checks, LARGE, [OFF("rollout.ascend_decode_kv")], [r"decode_kv is off .* would not be written"]),
+    (rules.ascend_checks, LARGE, ["level=tuned", WHOLE_PROMPTS], ["chunked_prefill_for_mla .* expected one"]),
     (rules.ascend_checks, LARGE, ["level=tuned", f"{GRAPHS}=[64,128]"],
      ["holds 128, expected at most max_num_seqs 64"]),
-    (rules.ascend_checks, LARGE, [NO_PREFIX, OFF("rollout.llm_arguments")], ["row rollout.llm_arguments.* off"]),
-    (rules.ascend_checks, TINY, [*EMULATED, OFF("rollout.ascend_expert_groups")], ["16 routed experts in 4 groups"]),
     (rules.ascend_checks, LARGE, [*CUT_EXPERTS, "recipe.rollout.instances=128"],
      ["multistream_moe is true with experts cut over 2 TP ranks"]),
     (rules.ascend_checks, LARGE, EIGHT_RANKS, [r"split over 8 ranks, expected at least 16.* all-to-all"]),
@@ -167,14 +162,12 @@ ACCEPTED = [
     (rules.whole_prompt_checks, TINY, [*EMULATED, WHOLE_PROMPTS]),
     (rules.ascend_checks, LARGE, ["level=tuned", WHOLE_PROMPTS, NO_CHUNKS]),
     (rules.ascend_checks, LARGE, ["level=tuned", WHOLE_PROMPTS, IN_CHUNKS]),
-    (rules.ascend_checks, LARGE, [OFF("rollout.ascend_decode_kv"), *NO_GRAPHS]),
     (rules.ascend_checks, LARGE, ["level=tuned", f"{GRAPHS}=[8,64]"]),
     (rules.ascend_checks, LARGE, [*EIGHT_RANKS, "recipe.platform=npu_emulated"]),
     (rules.ascend_checks, LARGE, [*EIGHT_RANKS, "recipe.rollout.data_parallel_size=1", "recipe.rollout.instances=4",
                                   "recipe.rollout.enable_expert_parallel=false", f"{ASCEND}.multistream_moe=false"]),
     (rules.ascend_checks, LARGE, [*CUT_EXPERTS, "recipe.rollout.instances=256",
                                   f"{SAMPLING}.tensor_model_parallel_size=1"]),
-    (rules.ascend_checks, TINY, [*EMULATED, OFF("rollout.ascend_expert_groups"), f"+{MODEL_CONFIG}.n_group=1"]),
     (rules.batch_checks, TINY, ["actor_rollout_ref.ref.log_prob_micro_batch_size=4",  # the run has no reference model
                                 "actor_rollout_ref.actor.use_kl_loss=false"]),
     (rules.batch_checks, TINY, [f"{LOG_PROB}=4", "actor_rollout_ref.actor.use_dynamic_bsz=true"]),

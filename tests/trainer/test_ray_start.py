@@ -39,23 +39,6 @@ def test_training_workers_alone_prepare_their_engine_with_the_import_of_verl(
     assert done.out == f"user\nverl\n{prepared}"
 
 
-EARLY = """
-import sys, types
-from verl_patches.patching import engine
-from verl_patches.patching.switches import Switches
-from verl_patches.platform.npu import refuse_early_device_runtime
-sys.modules["torch_npu"] = types.ModuleType("torch_npu")
-engine.start_engine([], Switches("a3", sys.argv[1]))
-refuse_early_device_runtime()
-"""
-
-
-def test_torch_npu_in_the_set_up_hook_is_refused(run_python):
-    assert run_python(EARLY, "cpu").check()
-    refused = run_python(EARLY, "npu", env=WORKER)
-    assert refused.rc == 1 and "ConfigError: rank 0 (pid" in refused.err and "before Ray set ASCEND" in refused.err
-
-
 @pytest.fixture(scope="module")
 def ray_job(ray_folder, run_ranks, tmp_path_factory):
     """Return the answers of tests/trainer/die_worker.py, with real Ray and its resource NPU."""

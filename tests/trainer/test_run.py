@@ -20,7 +20,7 @@ from verl_patches.trainer.step_record import NARROW_COLUMNS, WIDE_COLUMNS, healt
 
 CORE = "val-core/maths/reward/mean@1"
 REPORT = {  # what a worker reports of a step in which nothing happened
-    **dict.fromkeys(("memory", "emulated", "preempted", "rebalance", "skipped", "profile", "routing_replay")),
+    **dict.fromkeys(("memory", "emulated", "preempted", "skipped", "profile", "routing_replay")),
     "seconds": {},
     "sync": [],
     "moves": [],

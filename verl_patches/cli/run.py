@@ -86,7 +86,6 @@ DISK_HELP = (
 PLOT_HELP = "Draw the memory of the fullest die over the phases of a step."
 WHOLE_HELP = "Print every check, rank, patch row, environment variable and command of the plan too."
 Whole = Annotated[bool, typer.Option("--all", help=WHOLE_HELP)]
-SYNC_HELP = "Backend by which DP ranks synchronise in a decode step: hccl or gloo."
 
 
 def _refuse_old_layout(value: str | None) -> None:
@@ -216,7 +215,6 @@ def plan_command(
     top: Annotated[int, typer.Option(min=1, max=20, help=TOP_HELP)] = 5,
     prompt_tokens: Annotated[float | None, typer.Option(help=PROMPT_HELP)] = None,
     response_tokens: Annotated[float | None, typer.Option(help=RESPONSE_HELP)] = None,
-    dp_sync: Annotated[str, typer.Option(help=SYNC_HELP)] = "hccl",
     lengths: Annotated[Path | None, typer.Option(metavar="RUN", help=LENGTHS_HELP)] = None,
     expert_load: Annotated[Path | None, typer.Option(metavar="RUN", help=LOAD_HELP)] = None,
     disk_gb_s: Annotated[str | None, typer.Option(metavar="NUMBER|RUN", help=DISK_HELP)] = None,
@@ -234,7 +232,7 @@ def plan_command(
     overrides, trees = overrides or [], find_trees(upstream, verl_path)
     found = {} if measured is None else _read_measured(measured)
     rate = disk_gb_s or str(found.get("disk_gb_s") or DISK_GB_S)
-    workload = Workload(prompt_tokens, response_tokens, dp_sync, disk_gb_s=_disk_rate(rate))
+    workload = Workload(prompt_tokens, response_tokens, disk_gb_s=_disk_rate(rate))
     workload = replace(workload, measured=found.get("constants", {}))
     if lengths is not None:
         recorded = recorded_lengths(str(find_start(lengths, output_root())))
@@ -289,9 +287,8 @@ def report_plan(
     try:
         run = compose_run(config_name, overrides, trees)
         require_trees(run)
-        other = _other_level(run, config_name, overrides, trees)
         rows = platform_rows(run.platform)
-        plan = build_plan(run, RULES.checks(run), config_name, overrides, rows, workload, other)
+        plan = build_plan(run, RULES.checks(run), config_name, overrides, rows, workload)
     except LayoutError as error:
         run, plan = None, plan_without_layout(error, config_name, trees, overrides, workload)
     if plot is not None:
@@ -305,15 +302,6 @@ def report_plan(
             print_whole_plan(plan, run)
         print_screen(plan, run)
     raise typer.Exit(0 if plan["ok"] else 1)
-
-
-def _other_level(run: RunSpec, config_name: str, overrides: Sequence[str], trees: Trees) -> RunSpec | None:
-    """Return the run at level reference, or at tuned where it is at reference; None where that is refused."""
-    level = "tuned" if run.recipe.level == "reference" else "reference"
-    unchanged = [each for each in overrides if not each.startswith("level=")]
-    with suppress(ConfigError):
-        return compose_run(config_name, [*unchanged, f"level={level}"], trees)
-    return None
 
 
 def search_layouts(

@@ -153,11 +153,7 @@ def _npu_variables(run: RunSpec) -> dict[str, tuple[str, ...]]:
         **_socket_variables(run),
         "ASCEND_GLOBAL_EVENT_ENABLE": ("0", "plog has errors alone; with 1, the default, events too"),
         "TASK_QUEUE_ENABLE": ("2", queue),
-        "CPU_AFFINITY_CONF": (
-            "0",
-            "it counts the dies that a process sees, and each of Ray's workers sees one; patch update.bind_cores binds "
-            "workers to cores instead",
-        ),
+        "CPU_AFFINITY_CONF": ("0", "it counts the dies that a process sees, and each of Ray's workers sees one"),
         "PYTORCH_NPU_ALLOC_CONF": (f"expandable_segments:{not by_vllm}", segments),
     }
 

@@ -70,7 +70,6 @@ def make_record(step: int, metrics: Mapping[str, Any], reports: Sequence[Mapping
         "dispatch": None,
         "expert_load": reports[0]["expert_load"],
         "preempted": preempted_total(reported("preempted")),
-        "rebalance": rebalance_totals(reported("rebalance")),
         "routing_replay": replay_totals(reported("routing_replay")),
         "skipped": skipped_totals(reported("skipped")),
         "rates": None,
@@ -216,15 +215,6 @@ def preempted_total(counts: Sequence[int | None]) -> int | None:
     """Return the responses that vLLM preempted and computed again in a step, of all replicas; None without a count."""
     present = [count for count in counts if count is not None]
     return sum(present) if present else None
-
-
-def rebalance_totals(counts: list[dict[str, float] | None]) -> dict[str, float] | None:
-    """Return requests, bytes moved between data-parallel rollout ranks, and slowest rank's seconds; None where off."""
-    present = [each for each in counts if each is not None]
-    if not present:
-        return None
-    sums = {name: sum(each[name] for each in present) for name in ("requests", "bytes")}
-    return {**sums, "seconds": max(each["seconds"] for each in present)}
 
 
 def replay_totals(counts: list[dict[str, Any] | None]) -> dict[str, Any] | None:

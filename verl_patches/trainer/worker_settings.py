@@ -117,8 +117,6 @@ def chain_setup_hooks(
             hook = getattr(importlib.import_module(module), name)
         if hook is not None:
             hook()
-        if is_worker:
-            importlib.import_module("verl_patches.platform.npu").refuse_early_device_runtime()
 
     return prelude_hook  # Ray requires a function with a name, not a partial
 

@@ -45,7 +45,6 @@ from verl_patches.platform import as_npu, load_emulation
 from verl_patches.platform.loopback_store import loopback_store
 from verl_patches.reshard.weight_sync import Settings
 from verl_patches.rollout.engine import PreemptionCounter
-from verl_patches.rollout.rebalance_engine import Rebalancer
 from verl_patches.spec import run_from_config
 from verl_patches.step.batches import payloads
 from verl_patches.step.batches.cached_batch import CachedBatch, cached_batch, padded_prompts
@@ -73,7 +72,6 @@ class RecipeWorker(TrainingWorker):
     """Override methods of ActorRolloutRefWorker. The attribute of a feature that is off is None."""
 
     log_prob_sums: rollout_correction.LogProbSums | None = None
-    rebalancer: Rebalancer | None = None
     preemptions: PreemptionCounter | None = None  # on the first rank of a rollout replica
     routing: RoutingReplay | None = None
     expert_loads: Mapping[str, ExpertLoad | None] = MappingProxyType({})  # keys: train, rollout (recipe.expert_load)
@@ -139,8 +137,6 @@ class RecipeWorker(TrainingWorker):
             return SimpleNamespace(), None
         rollout, manager = super()._build_rollout(*args, **kwargs)
         recipe = self.recipe
-        if recipe.rollout.rebalance_every and is_on("rollout.rebalance"):
-            self.rebalancer = Rebalancer(rollout.inference_engine.llm_engine, recipe.rollout.rebalance_every)
         if dist.get_rank() % self.run.rollout.tp == 0:
             self.preemptions = getattr(rollout.inference_engine, "preemptions", None)  # row rollout.engine
         if self.expert_loads and as_npu(recipe.platform) and is_on("rollout.count_mc2"):
@@ -313,8 +309,8 @@ class RecipeWorker(TrainingWorker):
         counters.host_memory; starts: (method, seconds since the epoch) of the trainer's calls; emulated: calls of the
         emulated device since the process started, None on a real one; preempted: responses of this replica that vLLM
         preempted, None on ranks other than its first; skipped: steps of actor and critic (step_guard.take_all_skips);
-        rebalance, routing_replay, profile: results of Rebalancer.take_counts, RoutingReplay.end_step,
-        PhaseProfiler.take_files; None where the feature is off.
+        routing_replay, profile: results of RoutingReplay.end_step, PhaseProfiler.take_files; None where the feature is
+        off.
         """
         if self.checkpoint is not None:
             self.checkpoint.raise_write_error()
@@ -334,7 +330,6 @@ class RecipeWorker(TrainingWorker):
             "starts": take_starts(),
             "routing_replay": self.routing.end_step() if self.routing is not None else None,
             "expert_load": {side: load and load.take() for side, load in self.expert_loads.items()} or None,
-            "rebalance": self.rebalancer.take_counts() if self.rebalancer is not None else None,
             "preempted": self.preemptions.take() if self.preemptions is not None else None,
             "skipped": take_all_skips(context().step_guards),
             "profile": profiler.take_files() if profiler is not None else None,

@@ -35,8 +35,7 @@ from verl_patches.layout.model_folder import read_config
 from verl_patches.model.mindspeed.arguments import command_line_arguments, engine_settings
 from verl_patches.patching import engine
 from verl_patches.platform import as_npu
-from verl_patches.platform.npu import VISIBLE_DEVICES, check_visible_die
-from verl_patches.platform.npu.cores import bind_cores
+from verl_patches.platform.npu import check_visible_die
 from verl_patches.platform.npu.groups import small_groups_mib
 from verl_patches.spec import run_from_config
 
@@ -87,9 +86,6 @@ def start(section: Any) -> Namespace:
         return global_vars.get_args()
     if as_npu(engine.current_engine().switches.platform):
         check_visible_die(torch.npu.device_count())
-        if engine.is_on("update.bind_cores"):
-            shown = logging.WARNING if engine.current_engine().switches.platform == "npu" else logging.INFO
-            log.log(shown, bind_cores(os.environ.get(VISIBLE_DEVICES, "")))
         small_groups_mib.value = recipe.hccl.small_groups_mib
     _start_distributed(recipe.train.distributed_timeout_minutes)
     args = _parse_arguments(words)
