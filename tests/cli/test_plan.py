@@ -30,11 +30,7 @@ def test_a_dry_run_prints_the_same_as_plan():
     done, dry = call("plan", TINY, "--json"), call("train", "--config-name", TINY, "--dry-run", "--json")
     assert done.exit_code == dry.exit_code == 0 and done.stdout == dry.stdout
     plan = json.loads(done.stdout)
-    assert (
-        plan["ok"]
-        and plan["verdict"].startswith("fits: ")
-        and plan["step"] is plan["ports"] is plan["inference"] is None
-    )
+    assert plan["ok"] and plan["verdict"].startswith("fits: ") and plan["step"] is plan["ports"] is None
     assert {"checks", "memory", "traffic", "ports", "environment", "commands"} <= set(plan)
 
 
@@ -103,7 +99,6 @@ def test_tables_of_a_node_say_that_they_are_modelled():
         "decode step, batch 64",
     ):
         assert words in shown, done.stdout
-    assert "generate, chat, eval: 1 node(s) of 16 dies hold the weights in bf16" in shown
     assert "weight sync (modelled)" in shown and "61000 to 61143" in shown
 
 

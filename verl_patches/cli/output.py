@@ -19,7 +19,6 @@ from rich.text import Text
 from verl_patches.heartbeat.heartbeat import ranks_text
 from verl_patches.patching.boot.install_prelude import LINE_NUMBER_NOTE
 from verl_patches.patching.report import NOT_RUN, Report
-from verl_patches.plan.serving import serving_text
 from verl_patches.spec import RunSpec
 from verl_patches.values import printable, size_text
 
@@ -229,8 +228,6 @@ def print_whole_plan(plan: dict[str, Any], run: RunSpec) -> None:
         print_text(f"not modelled: {'; '.join(memory['not_modelled'])}")
     if level := plan["level"]:
         print_text(f"not as at level {level['other']}: {', '.join([*level['keys'], *level['rows']])}")
-    if plan["inference"]:
-        print_text(f"generate, chat, eval: {serving_text(plan['inference'])}", "bold")
     if not plan["step"] and run.recipe.hardware != "a3":
         print_text(f"step time is not modelled: no published run reports it for {run.hardware.title}", "bold")
     for title, key, columns in _FIGURE_SECTIONS:

@@ -28,7 +28,6 @@ from verl_patches.plan.memory_plan import (
     memory_shortages,
     run_memory,
 )
-from verl_patches.plan.serving import serving_plan
 from verl_patches.plan.step_plan import Workload, mean_tokens, step_sections
 from verl_patches.platform.npu.machine import HARDWARE
 from verl_patches.run import environment
@@ -62,12 +61,11 @@ def build_plan(
     """Return everything that a run would use, as JSON-ready data; `ok` is false if any check failed.
 
     checks: results of the table of rules for this run. other: the same run at another level. Keys: config, ok, checks,
-    train, rollout, those of `plan_figures`, level (`_level_difference`), inference (`serving_plan`; platform npu
-    only), patches, environment, commands, verdict, next. All ranks and groups are listed.
+    train, rollout, those of `plan_figures`, level (`_level_difference`), patches, environment, commands, verdict, next.
+    All ranks and groups are listed.
     """
     checks, figures = plan_figures(run, checks, workload)
     ok = {check.name: check.ok for check in checks}
-    served = run.platform == "npu" and ok.get("rollout experts", True)
     given = [config_name, *run.trees.option, *workload.option, *overrides]
     todo = run_commands(run, config_name, overrides)
     return {
@@ -76,7 +74,6 @@ def build_plan(
         "checks": [asdict(check) for check in checks],
         "train": _train_section(run, ok),
         "rollout": _rollout_section(run, ok),
-        "inference": serving_plan(run) if served else None,
         **figures,
         "level": _level_difference(run, other, workload, figures["step"]) if other else None,
         "patches": patch_table(run, catalogue),
@@ -90,7 +87,7 @@ def plan_without_layout(
     error: LayoutError, config_name: str, trees: Trees, overrides: Sequence[str], workload: Workload
 ) -> dict[str, Any]:
     """Return the plan of a configuration whose ranks cannot be split as it says: the reason, and how to go on."""
-    nothing = ("train", "rollout", "memory", "inference", "step", "level", "disk", "traffic", "ports")
+    nothing = ("train", "rollout", "memory", "step", "level", "disk", "traffic", "ports")
     lists: dict[str, list] = {"patches": [], "environment": [], "commands": []}
     checks, given = [Check(error.side, False, error.reason)], [config_name, *trees.option, *workload.option, *overrides]
     plan = {"config": config_name, "ok": False, "checks": [asdict(check) for check in checks]}
