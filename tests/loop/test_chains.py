@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 
 from tests.near_ties import near_ties
 from tests.tools.inference.reference import greedy_texts
+from tests.weights.cases import copy_in_fp8
 from verl_patches.rewards.learnable import DATA_SOURCE
 from verl_patches.weights.convert import convert
 from verl_patches.weights.plan import plan_conversion
@@ -69,7 +70,8 @@ def used(chain, tmp_path_factory):
     """Run generate, chat and eval in one process, which imports vLLM once; return their files and output."""
     run, saved, folder = chain.folder / "grpo", chain.saved["grpo"], tmp_path_factory.mktemp("use")
     hf, fp8, prompts, out = folder / "hf", folder / "fp8", folder / "prompts.jsonl", folder / "out"
-    convert(plan_conversion(open_source(saved), dtype="fp8"), fp8)
+    convert(plan_conversion(open_source(saved)), folder / "saved")
+    copy_in_fp8(folder / "saved", fp8)
     convert(plan_conversion(open_source(fp8)), hf)  # in bf16, with equal values
     prompts.write_text("".join(json.dumps({"prompt": prompt, "other": 1}) + "\n" for prompt in PROMPTS))
     val = "actor_rollout_ref.rollout.val_kwargs"
@@ -249,6 +251,6 @@ def test_an_eval_on_two_ranks_is_that_of_one(used):
 
 def test_nothing_is_written_beside_the_output(used):
     assert used.left == []
-    assert {path.name for path in used.folder.iterdir()} == {"hf", "fp8", "prompts.jsonl", "out", "home"}
+    assert {path.name for path in used.folder.iterdir()} == {"saved", "hf", "fp8", "prompts.jsonl", "out", "home"}
     outputs = {"greedy.jsonl", "whole.jsonl", "hf", "ranks"}
     assert {path.name for path in used.out.iterdir()} == outputs

@@ -146,6 +146,14 @@ def in_fp8(tensors):
     return stored, values
 
 
+def copy_in_fp8(model, folder):
+    """Copy a HF folder with its weights in FP8."""
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors", INDEX))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {QUANTIZATION: QUANTIZED}))
+    store(folder, in_fp8(read_folder(model))[0])
+
+
 def make_fp8_folder(folder, config, seed=0, files=2):
     """Make a HF folder in FP8; return (the stored tensors, their bf16 values)."""
     plain = make_folder(folder / "plain", config, seed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,49 +16,19 @@ from verl_patches.weights import load
 from verl_patches.weights.reader import WeightReader
 from verl_patches.weights.source import open_source
 
-LIMIT_S, READS = 3600.0, 5
-
-
-class SlowClock:
-    """Stand in for `time`: each sleep lasts LIMIT_S, and with `reads` until rank 1 has read a byte."""
-
-    def __init__(self, store: dist.Store):
-        self.store, self.now, self.slept, self.reads = store, 0.0, 0, False
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        if self.slept == READS:  # the last rank arrives
-            time.sleep(seconds)
-            return
-        self.now += LIMIT_S
-        if self.reads:
-            self.store.set(f"slept/{self.slept}", "")
-            self.store.wait([f"read/{self.slept}"])
-            self.slept += 1
-
 
 def wait_job() -> dict[str, object]:
-    """Return rank 0's error while no other rank reads, and whether it waits for one that reads a byte in LIMIT_S."""
+    """Return rank 0's error while no other rank arrives, and whether each rank then waits for the last one."""
     rank, found, store = dist.get_rank(), {}, dist.distributed_c10d._get_default_store()
-    late, slow = (load.SharedLoad("FOLDER", key, LIMIT_S) for key in ("late", "slow"))
-    load.TELL_S, clock = 0.0, SlowClock(store)
     if rank == 0:
-        load.time = clock
         try:
-            late.wait()
+            load.wait_for_ranks("FOLDER", "late", 0)
         except RecipeError as error:
             found["late"] = str(error)
-        clock.reads = True
     if rank == 1:
-        for number in range(READS):
-            store.wait([f"slept/{number}"])
-            slow.count(1)
-            store.set(f"read/{number}", "")
         store.set("the last rank arrives", "")
-    slow.wait()
-    return found | {"waited": store.check(["the last rank arrives"]), "clock_s": clock.now, "read": slow.read_bytes}
+    load.wait_for_ranks("FOLDER", "all", 600)
+    return found | {"waited": store.check(["the last rank arrives"])}
 
 
 def _build(folder: Path, dtype: torch.dtype = torch.float32, with_ddp: bool = False):

@@ -174,14 +174,12 @@ def test_keys_of_other_types_are_read_back_as_they_are_hashed(tmp_path):
     assert m.read_manifest(tmp_path).facts["settings"] == {"data.more": [{"1": 2, "10": 3, "2": 4}]}
 
 
-def test_a_writer_refuses_too_many_too_few_and_unaligned_bytes(tmp_path):
+def test_a_writer_refuses_too_many_and_too_few_bytes(tmp_path):
     tensors = [entry(BIAS, "bias")]
     for size in (16, 21):
         with pytest.raises(RecipeError, match=f"x: bias: expected 20 bytes, found {size}"):
             writer.write_tensors(tmp_path, "x", tensors, lambda entry, size=size: [bytes(size)])
     odd = [entry(torch.ones(3).bfloat16(), "odd"), *tensors]
-    with pytest.raises(ConfigError, match="odd' would begin|bias' would begin"):
-        m.build_header(odd, "x")
     assert m.in_data_order(odd) == odd[::-1]
     with writer.NewFile(tmp_path / "x"), pytest.raises(RecipeError, match="another process writes this file"):
         writer.NewFile(tmp_path / "x").__enter__()

@@ -32,7 +32,7 @@ from verl_patches.weights.source import INDEX, Source, open_source
 GB = 1e9
 LAYOUT_HELP = 'Write Megatron\'s checkpoint for this layout, such as "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7".'
 LINE_HELP = "The Megatron whose parameters are used: a3 (MindSpeed-LLM) or pypi."
-DTYPE_HELP = "bf16, fp8 (with --hf) or keep; default: bf16 of a source in FP8, else keep."
+DTYPE_HELP = "bf16 or keep; default: bf16 of a source in FP8, else keep."
 EXPORT_HELP = "A run (its newest checkpoint), a checkpoint, or a folder of Megatron's checkpoint."
 SPLIT_HELP = "Split of experts, if the Megatron folder has no record: tp_extend_ep (whole) or etp (each cut over TP)."
 PROCESSES_HELP = "Files that are written at a time; default: one per core, fewer if memory is short."
@@ -104,7 +104,6 @@ def convert_command(
 def export_command(
     source: Annotated[Path, typer.Argument(metavar="CKPT", help=EXPORT_HELP)],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="A new folder, or an unfinished one to continue.")],
-    fp8: Annotated[bool, typer.Option("--fp8", help="Write FP8 with block scales.")] = False,
     expert_split: Split = None,
     processes: Processes = None,
     dry_run: DryRun = False,
@@ -113,9 +112,8 @@ def export_command(
     """Write the weights of a checkpoint or of a Megatron folder as a HF folder, as `convert --hf` does."""
     if not has_manifest(source) and not (source / TRACKER).is_file():
         source = _newest_checkpoint(source)
-    dtype = "fp8" if fp8 else None
     options = {"expert_split": expert_split, "processes": processes, "dry_run": dry_run, "as_json": as_json}
-    convert_command(source, destination, hf=True, dtype=dtype, **options)
+    convert_command(source, destination, hf=True, **options)
 
 
 def _newest_checkpoint(path: Path) -> Path:

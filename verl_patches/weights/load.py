@@ -6,8 +6,7 @@ that a weight sync reads too (reshard/train_tensors.py), in the order in which t
 
 Ranks read at different speeds (disks, caches, the embedding's stage). If one is much later than the others, their first
 collective after loading ends in a timeout that does not name it. So each rank notes in torch.distributed's store that
-it has loaded, and waits there for the others, as long as any of them reads bytes (`SharedLoad`). Its heartbeat shows
-its progress.
+it has loaded, and waits there for the others (`wait_for_ranks`). Its heartbeat shows its progress.
 """
 
 from __future__ import annotations
@@ -32,9 +31,7 @@ from verl_patches.reshard.train_tensors import library_from_chunks, model_layout
 from verl_patches.weights.reader import WeightReader
 from verl_patches.weights.source import open_source
 
-POLL_S = 0.5
-TELL_S = 1.0  # a rank tells those that wait for it at most this often that it reads
-_SHOWN_RANKS = 8  # number of ranks that a message names
+POLL_S = 0.2
 _HEAD = "output_layer."  # part of the names of the head's parameters
 WAIT_S = 3600.0  # the default; recipe.timeouts.load_s sets it in a run
 
@@ -55,7 +52,7 @@ def load_weights(
     parameter's dtype; correction biases stay fp32 although a bf16 wrapper casts them. A value model takes its head from
     a folder that has one, otherwise it is drawn (`draw_head`). `head_only`: nothing but the head is loaded. Needs
     Megatron's process groups. Every rank of torch.distributed must call it, with the same `key`, which no other load
-    has used: it returns once all have loaded, and raises RecipeError as `SharedLoad.wait` does after `wait_s`. Raises
+    has used: it returns once all have loaded, and raises RecipeError as `wait_for_ranks` does after `wait_s`. Raises
     ConfigError as `open_source` does, and for a parameter that is not of config.json's model.
     """
     for chunk in unwrap_chunks(chunks):
@@ -63,61 +60,45 @@ def load_weights(
     layout = layout or model_layout(chunks)
     source = open_source(folder, expert_split="tp_extend_ep" if layout.etp == 1 else "etp")
     regions = _regions(chunks, source.inventory, layout, line, head_only)
-    load = SharedLoad(str(folder), key, wait_s)
-    with WeightReader(source, load.count) as reader, torch.no_grad():
+    read_bytes: list[int] = []
+
+    def count(size: int) -> None:
+        read_bytes.append(size)
+        current_heartbeat().count_bytes(size)
+
+    with WeightReader(source, count) as reader, torch.no_grad():
         for region, view in regions:
             if region.name not in source.tensors:
                 draw_head(region.name, view, folder)
         regions = [each for each in regions if each[0].name in source.tensors]
         for region, view in sorted(regions, key=lambda item: reader.position(item[0])):
             reader.copy(region, view)
-    load.wait()
-    return load.read_bytes
+    wait_for_ranks(str(folder), key, wait_s)
+    return sum(read_bytes)
 
 
-class SharedLoad:
-    """Load `what` on all ranks of torch.distributed, which wait for each other as long as any of them reads bytes.
+def wait_for_ranks(what: str, key: str, limit_s: float) -> None:
+    """Wait until every rank of torch.distributed has called this with `key`, which no other load has used.
 
-    `key`: one that no other load has used. Only operations of the store that return at once are used: its own wait
-    blocks every other thread of the process that uses the store, such as the watchdog of a process group.
+    Raise RecipeError that names the late ranks after `limit_s`. Only operations of the store that return at once are
+    used: its own wait blocks every other thread of the process that uses the store, such as the watchdog of a process
+    group.
     """
-
-    def __init__(self, what: str, key: str, limit_s: float):
-        self._what, self._key, self._limit_s = what, key, limit_s
-        self._store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
-        self._told, self.read_bytes = -math.inf, 0
-
-    def count(self, size: int) -> None:
-        """Count bytes that this rank has read, for its heartbeat and for the ranks that wait."""
-        self.read_bytes += size
-        current_heartbeat().count_bytes(size)
-        now = time.monotonic()
-        if self._store is not None and now - self._told >= TELL_S:
-            self._told = now
-            self._store.add(f"{self._key}/reads", 1)
-
-    def wait(self) -> None:
-        """Wait until every rank has called this; RecipeError names the late ranks if none has read for `limit_s`."""
-        if self._store is None:
-            return
-        store, ranks, key, before, pause = self._store, dist.get_world_size(), self._key, (0, 0), 0.005
-        store.set(f"{key}/rank/{dist.get_rank()}", "")
-        store.add(f"{key}/arrived", 1)
-        current_heartbeat().begin_phase(LOADED)
-        while (now := (store.add(f"{key}/arrived", 0), store.add(f"{key}/reads", 0)))[0] < ranks:
-            if now != before:
-                before, grown_at = now, time.monotonic()
-            elif time.monotonic() - grown_at > self._limit_s:
-                late = [str(rank) for rank in range(ranks) if not store.check([f"{key}/rank/{rank}"])]
-                more = f" and {len(late) - _SHOWN_RANKS} more" if len(late) > _SHOWN_RANKS else ""
-                raise RecipeError(
-                    f"{self._what}: rank {dist.get_rank()} has loaded it, and for {self._limit_s:.0f} s no other rank "
-                    f"has read a byte; {now[0]} of {ranks} ranks have loaded it, not rank "
-                    f"{', '.join(late[:_SHOWN_RANKS])}{more}; check their nodes' disks, or raise recipe.timeouts.load_s"
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, POLL_S)
-        current_heartbeat().begin_phase("")
+    if not dist.is_initialized():
+        return
+    store, start = dist.distributed_c10d._get_default_store(), time.monotonic()
+    keys = [f"{key}/rank/{rank}" for rank in range(dist.get_world_size())]
+    store.set(keys[dist.get_rank()], "")
+    current_heartbeat().begin_phase(LOADED)
+    while not store.check(keys):
+        if time.monotonic() - start > limit_s:
+            late = [str(rank) for rank, each in enumerate(keys) if not store.check([each])]
+            raise RecipeError(
+                f"{what}: rank {dist.get_rank()} has loaded it, and waited {limit_s:.0f} s for rank {', '.join(late)}; "
+                "check their nodes' disks, or raise recipe.timeouts.load_s"
+            )
+        time.sleep(POLL_S)
+    current_heartbeat().begin_phase("")
 
 
 def weights_difference(

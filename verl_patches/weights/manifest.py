@@ -306,26 +306,18 @@ def in_data_order(tensors: Sequence[TensorEntry]) -> list[TensorEntry]:
     return sorted(tensors, key=lambda tensor: -ITEM_BYTES[tensor.dtype])
 
 
-def build_header(tensors: Sequence[TensorEntry], where: str, **metadata: str) -> bytes:
-    """Return the header of a safetensors file: length, JSON, spaces up to 8 bytes; empty without tensors.
-
-    Raises ConfigError for a tensor that is not aligned.
-    """
+def build_header(tensors: Sequence[TensorEntry], where: str) -> bytes:
+    """Return the header of a safetensors file: length, JSON, spaces up to 8 bytes; empty without tensors."""
     if not tensors:
         return b""
     found, offset = {}, 0
     for tensor in tensors:
-        if offset % ITEM_BYTES[tensor.dtype]:
-            raise ConfigError(
-                f"{where}: tensor {tensor.key!r} would begin at byte {offset}, expected a multiple of "
-                f"{ITEM_BYTES[tensor.dtype]}, the bytes of {tensor.dtype}; if you convert to FP8 (--dtype fp8 or "
-                "export --fp8), convert to bf16 instead"
-            )
+        assert offset % ITEM_BYTES[tensor.dtype] == 0, f"{where}: {tensor.key} is not aligned"
         stop = offset + tensor.size_bytes
         found[tensor.key] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, stop]}
         offset = stop
     assert len(found) == len(tensors), f"{where}: two tensors have the same key"
-    text = json.dumps({"__metadata__": {"format": "pt", **metadata}, **found}, separators=(",", ":")).encode()
+    text = json.dumps({"__metadata__": {"format": "pt"}, **found}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
 

@@ -8,7 +8,7 @@ A file is torch.save's zip of {"model": {parameter: tensor}, "checkpoint_version
 model1, ... of virtual stages. Names of folders follow `get_checkpoint_name` in megatron/training/checkpointing.py
 (core_r0.8.0): PPP and EEE are in a name where there is more than one. With moe_tp_extend_ep MindSpeed's EP counts
 groups of TP ranks: at TP4 EP8 a layout says ep=32, and the file TT, EEE holds chunk EEE * TP + TT of the experts. Files
-written by this repository hold two texts more, "layout" and "conversion", and torch.load(weights_only=True) reads them.
+written by this repository hold a text more, "layout", and torch.load(weights_only=True) reads them.
 
 Files written by MindSpeed-LLM's converter and by Megatron's training hold a defaultdict, arguments and generators. They
 are read without running anything that a pickle names (`Unpickler`): tensors become places in the file, which

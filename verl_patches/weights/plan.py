@@ -19,24 +19,14 @@ import psutil
 
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import Inventory, Parameter, build_inventory
-from verl_patches.layout.model_folder import INDEX, QUANTIZATION, without_fp8_and_mtp
+from verl_patches.layout.model_folder import INDEX, without_fp8_and_mtp
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import local_parameters
 from verl_patches.weights.manifest import ITEM_BYTES, TRACKER, TensorEntry, build_header, small_files, whole_entry
 from verl_patches.weights.megatron import ITERATION_FOLDER, ranks_by_file
-from verl_patches.weights.source import (
-    BLOCK,
-    FP8,
-    FP8_KINDS,
-    QUANTIZATION_CONFIG,
-    SAFETENSORS_NAMES,
-    Source,
-    SourceTensor,
-    scale_name,
-    scale_shape,
-)
+from verl_patches.weights.source import SAFETENSORS_NAMES, Source, SourceTensor, scale_shape
 
-DTYPE_OPTIONS = ("bf16", "fp8", "keep")
+DTYPE_OPTIONS = ("bf16", "keep")
 LIBRARY_BY_LINE = {"a3": "mindspeed", "pypi": "megatron-local"}  # line (set of pins) -> key of sharding.LIBRARIES
 FILE_BYTES = 4_300_000_000  # most bytes of a file of a HF folder, about those of DeepSeek's own files
 MAX_PROCESSES = 8  # most processes that write files at the same time, on as many cores
@@ -95,8 +85,8 @@ def plan_conversion(
 ) -> ConversionPlan:
     """Return the plan from `source` to a Megatron checkpoint of `layout`, or to a HF folder with `layout` None.
 
-    `dtype`: "bf16", "fp8" (HF only) or "keep"; None is bf16 for a source in FP8, else keep. `file_bytes`: most bytes of
-    a file of a HF folder. A HF folder's correction bias keeps its dtype, Megatron's is in fp32. `line`: the line whose
+    `dtype`: "bf16" or "keep"; None is bf16 for a source in FP8, else keep. `file_bytes`: most bytes of a file of a HF
+    folder. A HF folder's correction bias keeps its dtype, Megatron's is in fp32. `line`: the line whose
     Megatron reads the checkpoint. Raises ConfigError for a layout that the model does not fit, and for a dtype that
     does not suit source or target.
     """
@@ -123,8 +113,6 @@ def plan_conversion(
 def _check_dtype(source: Source, layout: ParallelLayout | None, dtype: str) -> None:
     if dtype not in DTYPE_OPTIONS:
         raise ConfigError(f"--dtype {dtype}: expected one of {', '.join(DTYPE_OPTIONS)}")
-    if dtype == "fp8" and layout is not None:
-        raise ConfigError("--dtype fp8: expected bf16 or keep with --layout, as Megatron does not load FP8 checkpoints")
     if dtype != "bf16" and source.block:
         raise ConfigError(
             f"--dtype {dtype}: {source.folder} is stored in FP8; expected bf16 (to keep FP8, copy the folder)"
@@ -142,9 +130,7 @@ def _check_dtype(source: Source, layout: ParallelLayout | None, dtype: str) -> N
 
 def _stored_dtype(parameter: Parameter, tensor: SourceTensor, dtype: str) -> str:
     """Return the dtype in which `tensor` is written to a HF folder."""
-    if dtype == "keep" or parameter.kind == "router_bias":
-        return tensor.dtype
-    return FP8 if dtype == "fp8" and parameter.kind in FP8_KINDS else "BF16"
+    return tensor.dtype if dtype == "keep" or parameter.kind == "router_bias" else "BF16"
 
 
 def _scale_bytes(source: Source, tensor: SourceTensor) -> int:
@@ -169,9 +155,6 @@ def _hf_files(source: Source, dtype: str, file_bytes: int) -> Iterator[OutFile]:
         stored = {p.name: _stored_dtype(p, source.tensors[p.name], dtype) for p in parameters}
         order = sorted(parameters, key=lambda p: -ITEM_BYTES[stored[p.name]])  # so all are aligned, as by in_data_order
         entries = [whole_entry(p.name, stored[p.name], p.shape) for p in order]
-        # scales are known only after their weights, so they are last; build_header refuses scales that are not aligned
-        weights = [entry for entry in entries if entry.dtype == FP8]
-        entries += [whole_entry(scale_name(e.key), "F32", scale_shape(e.whole, BLOCK)) for e in weights]
         size = len(build_header(entries, name)) + sum(entry.size_bytes for entry in entries)
         tensors = [source.tensors[p.name] for p in parameters]
         read = sum(tensor.size_bytes + _scale_bytes(source, tensor) for tensor in tensors)
@@ -189,11 +172,11 @@ def _megatron_files(source: Source, inventory: Inventory, layout: ParallelLayout
 
 
 def _written_config(source: Source, dtype: str) -> dict[str, Any]:
-    """Return config.json of the written folder: with FP8 if FP8 is written, without MTP layers, which are left out."""
+    """Return config.json of the written folder, without FP8 and without MTP layers, which are left out."""
     config = without_fp8_and_mtp(source.config)
     if dtype != "keep":
         config["torch_dtype"] = "bfloat16"
-    return {**config, QUANTIZATION: QUANTIZATION_CONFIG} if dtype == "fp8" else config
+    return config
 
 
 def _index_text(files: Sequence[OutFile]) -> str:
