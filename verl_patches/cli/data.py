@@ -23,7 +23,6 @@ def build_command(
     file: Annotated[Path, typer.Argument(metavar="FILE.yaml", help="Keys: see docs/data.md.", show_default=False)],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="New values.")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Replaces output_prefix of the file.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")] = False,
     as_json: Json = False,
 ) -> None:
     """Make train.parquet and test.parquet with verl's columns from files, folders, HF datasets, s3:// or hf://."""
@@ -33,7 +32,7 @@ def build_command(
     settings = read_settings(file, overrides or (), output)
     if not sys.stderr.isatty():  # tqdm, which datasets uses, then prints a line every so many records
         os.environ |= {"TQDM_MINITERS": str(settings.log_interval), "TQDM_MININTERVAL": "0", "TQDM_MAXINTERVAL": "inf"}
-    code, report = build_data(settings, overwrite)
+    code, report = build_data(settings)
     if as_json:
         print_json({"exit": code, **report})
     else:
@@ -49,13 +48,12 @@ def from_rollouts_command(
     best: Annotated[int, typer.Option(help="With --to best: most responses kept of a prompt.")] = 1,
     threshold: Annotated[float | None, typer.Option(help="Lowest reward of a kept or chosen response.")] = None,
     margin: Annotated[float, typer.Option(help="With --to pairs: least difference of rewards.")] = 0.0,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")] = False,
     as_json: Json = False,
 ) -> None:
     """Make SFT data or preference pairs from a run's responses and their rewards."""
     choice, folder = Choice(kind, best, threshold, margin), find_start(run, output_root())
     with progress_bar("steps", None, "step") as advance:
-        report = write_rollout_data(folder, output, choice, overwrite, advance)
+        report = write_rollout_data(folder, output, choice, advance)
     if as_json:
         print_json(report)
         return

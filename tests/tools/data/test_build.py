@@ -1,6 +1,5 @@
 """Test `data build`: equal bytes for any number of workers, rows left out with reasons, and never half an output."""
 
-import contextlib
 import hashlib
 import json
 import os
@@ -12,19 +11,17 @@ import time
 from pathlib import Path
 
 import datasets
-import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tests.conftest import ROOT
-from tests.ranks import HANG_S
 from tests.tools.data.cases import RECORDS, contents, make, read, write_lines
 from verl_patches.__main__ import app
-from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.errors import ConfigError
 from verl_patches.tools.data import build as module
-from verl_patches.tools.data.output import replaced_folder
+from verl_patches.tools.data.output import new_folder
 from verl_patches.tools.data.settings import read_settings
 
 SAMPLE = ROOT / "data" / "deepscaler_sample.json"
@@ -57,7 +54,7 @@ def test_the_sample_is_what_it_was(tmp_path):
 
 def build_preset(name, out, **keys):
     given = [f"{key}={json.dumps(str(value))}" for key, value in keys.items()]
-    return module.build_data(read_settings(ROOT / "data" / f"{name}.yaml", given, out), False)
+    return module.build_data(read_settings(ROOT / "data" / f"{name}.yaml", given, out))
 
 
 @settings(max_examples=3, suppress_health_check=list(HealthCheck))
@@ -170,7 +167,7 @@ def test_a_second_build_of_the_same_data_has_nothing_of_the_first(tmp_path):
     keys += [{"prompt_type": "think", "data_source": "mine"}, {}]
     found = []
     for number, each in enumerate(keys):
-        make(tmp_path, rows, overwrite=True, **each)
+        make(tmp_path, rows, **each)
         make(tmp_path, rows, out=f"first{number}", **each)
         found.append(contents(tmp_path / "out"))
         assert found[-1] == contents(tmp_path / f"first{number}")
@@ -206,128 +203,38 @@ def test_the_manifest_has_the_hashes_of_inputs_and_files(tmp_path):
 # ---- the folder
 
 
-def test_an_output_is_replaced_only_with_overwrite_and_never_other_files(tmp_path):
+def test_an_output_is_a_new_folder(tmp_path):
     make(tmp_path, MATHS)
     before = contents(tmp_path / "out")
-    with pytest.raises(ConfigError, match="found an existing one; replace it with --overwrite"):
-        make(tmp_path, MATHS[:20])
+    with pytest.raises(ConfigError, match="expected a new folder, found an existing one"):
+        module.build_data(read_settings(tmp_path / "build.yaml"))
     assert contents(tmp_path / "out") == before
-    make(tmp_path, MATHS[:20], overwrite=True)
-    assert len(read(tmp_path / "out")) == 18
-    (tmp_path / "out" / "mine.txt").write_text("x")
-    with pytest.raises(ConfigError, match="found other files, such as 'mine.txt'"):
-        make(tmp_path, MATHS, overwrite=True)
-    assert {path.name for path in tmp_path.iterdir()} == {"out", "rows.jsonl", "build.yaml"}
+    with pytest.raises(ConfigError, match="output"), new_folder(Path("..")):
+        pass
 
 
-@pytest.mark.parametrize("name", ["..", "file", "link"])
-def test_tricks_with_the_outputs_name_are_refused(tmp_path, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "target").mkdir()
-    (tmp_path / "file").write_text("x")
-    (tmp_path / "link").symlink_to(tmp_path / "target")
-    write_lines(tmp_path / "rows.jsonl", MATHS)
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(ConfigError, match="output"), replaced_folder(Path(name), overwrite=True) as work:
-        (work / "out" / "train.parquet").write_text("x")
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_an_error_or_a_second_writer_leaves_the_output_alone(tmp_path):
+def test_an_error_or_a_second_writer_leaves_no_output(tmp_path):
     target = tmp_path / "out"
-    with pytest.raises(ZeroDivisionError), replaced_folder(target, overwrite=False) as work:
+    with pytest.raises(ZeroDivisionError), new_folder(target) as work:
         (work / "out" / "train.parquet").write_text("x")
         raise ZeroDivisionError
-    with replaced_folder(target, overwrite=False), pytest.raises(ConfigError, match="another process is writing it"):
-        with replaced_folder(target, overwrite=False):
-            pass
+    with new_folder(target), pytest.raises(ConfigError, match="expected a new folder"), new_folder(target):
+        pass
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("error", [OSError("no space"), KeyboardInterrupt()])
-def test_an_end_between_the_two_renames_leaves_the_output_that_was(tmp_path, monkeypatch, error):
-    make(tmp_path, MATHS)
-    before, rename = contents(tmp_path / "out"), Path.rename
-
-    def fails(path, target):
-        if path == tmp_path / ".out.partial" / "scratch" / "out":
-            raise error
-        return rename(path, target)
-
-    monkeypatch.setattr(Path, "rename", fails)
-    with pytest.raises(ConfigError if isinstance(error, OSError) else type(error)):
-        make(tmp_path, MATHS[:20], overwrite=True)
-    assert contents(tmp_path / "out") == before and not (tmp_path / ".out.partial").exists()
-
-
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_kill_at_any_moment_leaves_nothing_under_the_final_name(tmp_path, workers):
-    """Kill after different times; a second call must write all, and no process or file of the first may be left."""
+def test_a_killed_build_leaves_nothing_under_the_final_name(tmp_path):
     source = write_lines(tmp_path / "rows.jsonl", [RECORDS["maths"](n) for n in range(6000)])
-    keys = {"input": str(source), "handler_name": "maths", "output_prefix": str(tmp_path / "out"), "workers": workers}
+    keys = {"input": str(source), "handler_name": "maths", "output_prefix": str(tmp_path / "out")}
     (tmp_path / "build.yaml").write_text(json.dumps(keys))
     command = [sys.executable, "-m", "verl_patches", "data", "build", str(tmp_path / "build.yaml"), "--json"]
-    kills = 0
-    for share in (0.0, 0.3, 0.6, 0.9):
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        scratch = tmp_path / ".out.partial" / "scratch"
-        while process.poll() is None and bytes_below(scratch) <= share * 6_000_000:
-            time.sleep(0.005)
-        children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        assert not psutil.wait_procs(children, timeout=HANG_S)[1]
-        if (tmp_path / "out").exists():  # it was quicker: then the output is whole
-            assert len(read(tmp_path / "out")) == 5400
-            break
-        kills += 1
-    assert kills >= 1
-    done = subprocess.run([*command, "--overwrite"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert len(read(tmp_path / "out")) == 5400
-    assert {path.name for path in tmp_path.iterdir()} == {"out", "rows.jsonl", "build.yaml"}
-
-
-def test_a_call_restores_the_output_of_one_that_was_killed_between_its_two_renames(tmp_path):
-    old = tmp_path / ".out.partial" / "scratch" / "old"
-    old.mkdir(parents=True)
-    (old / "train.parquet").write_text("rows")
-    with pytest.raises(ConfigError, match="found an existing one"), replaced_folder(tmp_path / "out", False):
-        pass
-    assert (tmp_path / "out" / "train.parquet").read_text() == "rows"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_end_signal_while_workers_work_ends_all_with_a_sentence(tmp_path, number):
-    """Send the signal to the process group of the command, as a terminal or `timeout` does."""
-    source = write_lines(tmp_path / "rows.jsonl", [RECORDS["maths"](n) for n in range(60_000)])
-    keys = {"input": str(source), "handler_name": "maths", "output_prefix": str(tmp_path / "out"), "workers": 2}
-    (tmp_path / "build.yaml").write_text(json.dumps(keys))
-    command = [sys.executable, "-m", "verl_patches", "data", "build", str(tmp_path / "build.yaml")]
-    for lines in (2, 5):  # of progress
-        with (tmp_path / "log").open("w") as log:
-            process = subprocess.Popen(command, cwd=ROOT, stderr=log, start_new_session=True)
-        children = []
-        while process.poll() is None and (not children or (tmp_path / "log").read_text().count("Making") < lines):
-            children = psutil.Process(process.pid).children(recursive=True)
-            time.sleep(0.001)
-        os.killpg(process.pid, number)
-        assert process.wait(HANG_S) == 128 + number
-        text = (tmp_path / "log").read_text()
-        assert "verl_patches: interrupted by" in text and "Traceback" not in text and "Exception ignored" not in text
-        assert not psutil.wait_procs(children, timeout=HANG_S)[1]
-        assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl", "build.yaml", "log"}
-
-
-def bytes_below(folder):
-    """Return the bytes of files below a folder, which come and go."""
-    sizes = []
-    for path, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                sizes.append(os.path.getsize(os.path.join(path, name)))
-    return sum(sizes)
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while process.poll() is None and not (tmp_path / ".out.partial" / "rows").exists():
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL and not (tmp_path / "out").exists()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and ".out.partial: expected a new folder" in done.stderr
 
 
 def test_nothing_is_written_but_the_output(tmp_path):
@@ -349,17 +256,6 @@ def test_nothing_is_written_but_the_output(tmp_path):
     assert done.returncode == 2 and "nobody/nothing" in done.stderr
     assert [*home.rglob("*"), *here.rglob("*")] == []
     assert {path.name for path in tmp_path.iterdir()} == {"home", "here", "saved", "out"}
-
-
-def test_a_killed_worker_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "make_rows", _die)
-    with pytest.raises(RecipeError, match="worker processes was killed"):
-        make(tmp_path, MATHS, workers=2)
-    assert not (tmp_path / "out").exists() and not (tmp_path / ".out.partial").exists()
-
-
-def _die(*_):
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 # ---- the command line

@@ -12,7 +12,7 @@ from tests.conftest import ROOT
 from tests.runs import composed
 from tests.tools.data.cases import HELLO, HI, NO, RECORDS, make, read, say
 from verl_patches.errors import ConfigError
-from verl_patches.tools.data.build import RESULT_COLUMNS, make_rows
+from verl_patches.tools.data.build import RESULT_COLUMNS, make_result
 from verl_patches.tools.data.handlers import (
     CONVERSATION_COLUMNS,
     HANDLERS,
@@ -40,7 +40,7 @@ def user(text):
 def build_row(folder, handler, record, **keys):
     """Return the row of a record, which is in train: the first file is large enough for the others."""
     others = [RECORDS[handler](n) for n in range(100, 103)]
-    make(folder, [*others[:1], record, *others[1:]], handler, shuffle=False, test_size=1, overwrite=True, **keys)
+    make(folder, [*others[:1], record, *others[1:]], handler, shuffle=False, test_size=1, **keys)
     return read(folder / "out")[0]
 
 
@@ -119,7 +119,7 @@ def test_nested_columns_are_read_and_so_are_columns_with_a_dot(tmp_path):
     keys = {"map_keys": {"response": "reward_model.ground_truth", "solution": "extra_info.note"}}
     for extra in ({"reward_model": {"ground_truth": '["2"]'}}, {"reward_model.ground_truth": "2"}):
         rows = [{"prompt": [say(n)], "extra_info": {"note": "n"}, **extra} for n in range(4)]
-        make(tmp_path, rows, "maths", overwrite=True, **keys)
+        make(tmp_path, rows, "maths", **keys)
         (row, *_) = read(tmp_path / "out")
         assert (row["reward_model"]["ground_truth"], row["extra_info"]["solution"]) == ("2", "n")
     code, report = make(tmp_path, [{"prompt": "p", "reward_model": {"style": "rule"}}] * 2, out="b", **keys)
@@ -196,7 +196,7 @@ def test_any_record_ends_as_a_row_of_the_schema_or_a_sentence(data):
     columns = sorted({column for columns in HANDLERS[name].fields.values() for column in columns})
     records = data.draw(st.lists(VALUES | st.dictionaries(st.sampled_from(columns), VALUES), max_size=6))
     given = Settings(input="x", handler_name=name, output_prefix="x", dataset_additional_keys=columns[:1])
-    found = make_rows(given, [(f"f:{number}", record) for number, record in enumerate((*records, RECORDS[name](1)))])
+    found = [make_result(given, f"f:{number}", record) for number, record in enumerate((*records, RECORDS[name](1)))]
     assert len(found) == len(records) + 1
     for row in found:
         assert row.keys() == RESULT_COLUMNS.keys()

@@ -31,7 +31,7 @@ from verl_patches.spec import RunSpec, read_run
 from verl_patches.step.objectives.chat import row_tokens
 from verl_patches.step.replay.recording import load_rows, recording_in
 from verl_patches.tools.data.handlers import json_digest, parquet_schema, verl_row
-from verl_patches.tools.data.output import TRAIN, replaced_folder, write_manifest, write_rows
+from verl_patches.tools.data.output import TRAIN, new_folder, write_manifest, write_rows
 from verl_patches.tools.data.sources import file_facts, prompt_tokens, read_rows, read_tokenizer
 from verl_patches.values import Count, NotNegative, field_types, loading_errors, read_yaml, size_text, value_faults
 
@@ -62,11 +62,7 @@ class Choice:
 
 
 def write_rollout_data(
-    run: Path,
-    target: Path,
-    choice: Choice,
-    overwrite: bool = False,
-    progress: Callable[[int], Any] = lambda steps: None,
+    run: Path, target: Path, choice: Choice, progress: Callable[[int], Any] = lambda steps: None
 ) -> dict[str, Any]:
     """Write the folder `target`, train.parquet and manifest.json, from a start of a run; return the report's counts.
 
@@ -80,7 +76,7 @@ def write_rollout_data(
     report: dict[str, Any] = dict.fromkeys(("steps", "prompts", "responses", "rows"), 0)
     left_out: Counter[str] = Counter()
     longest = {"prompt": 0, "response": 0}
-    with replaced_folder(target, overwrite) as work:
+    with new_folder(target) as work:
         keys = {json_digest(row["prompt"]) for step in steps for row in load_rows(steps[step], step)}
         data = _recorded_prompts(spec, tokenizer, keys)
         file, seen = work / "out" / TRAIN, set()
