@@ -131,7 +131,7 @@ def as_trained(args):
     """Return a change to the content of Megatron's save_checkpoint: arguments, generators, state_dict's own entries."""
 
     def change(state):
-        del state["layout"], state["conversion"]
+        del state["layout"]
         model = defaultdict(dict, state["model"]) | {"decoder.layers.0.mlp.linear_fc1._extra_state": None}
         generators = [{"np_rng_state": np.random.get_state(), "torch_rng_state": torch.get_rng_state()}]
         args.params_dtype = torch.bfloat16

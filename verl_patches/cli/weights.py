@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,7 +24,7 @@ from verl_patches.weights.manifest import (
     read_manifest,
 )
 from verl_patches.weights.megatron import crc_problems
-from verl_patches.weights.plan import FILE_BYTES, ConversionPlan, conversion_costs, plan_conversion
+from verl_patches.weights.plan import ConversionPlan, plan_conversion
 from verl_patches.weights.run_folders import checkpoint_chain, find_start, require_start
 from verl_patches.weights.source import INDEX, Source, open_source
 
@@ -36,7 +35,6 @@ DTYPE_HELP = "bf16 or keep; default: bf16 of a source in FP8, else keep."
 EXPORT_HELP = "A run (its newest checkpoint), a checkpoint, or a folder of Megatron's checkpoint."
 SPLIT_HELP = "Split of experts, if the Megatron folder has no record: tp_extend_ep (whole) or etp (each cut over TP)."
 PROCESSES_HELP = "Files that are written at a time; default: one per core, fewer if memory is short."
-FILE_HELP = "Largest size of a HF file, in GB."
 
 app = typer.Typer(no_args_is_help=True, help="Convert, export, verify and show weights on disk.")
 Folder = Annotated[Path, typer.Argument(help="A HF folder, a Megatron folder or a checkpoint.", show_default=False)]
@@ -44,7 +42,6 @@ Folder = Annotated[Path, typer.Argument(help="A HF folder, a Megatron folder or 
 
 Split = Annotated[Literal["tp_extend_ep", "etp"] | None, typer.Option("--expert-split", help=SPLIT_HELP)]
 Processes = Annotated[int | None, typer.Option(help=PROCESSES_HELP, min=1)]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print bytes, memory and time (modelled); write nothing.")]
 
 
 @app.command("convert")
@@ -55,10 +52,8 @@ def convert_command(
     hf: Annotated[bool, typer.Option("--hf", help="Write a HF folder.")] = False,
     line: Annotated[Literal["a3", "pypi"], typer.Option(help=LINE_HELP)] = "a3",
     dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
-    file_gb: Annotated[float, typer.Option(help=FILE_HELP)] = FILE_BYTES / GB,
     expert_split: Split = None,
     processes: Processes = None,
-    dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
     """Convert weights between a HF folder (bf16 or FP8) and Megatron's checkpoint.
@@ -68,22 +63,11 @@ def convert_command(
     start = time.perf_counter()
     if hf == (layout is not None):
         raise ConfigError("weights convert: expected one of --hf and --layout TEXT, found both or neither")
-    if not 0 < file_gb < math.inf:
-        raise ConfigError(f"weights convert: --file-gb {file_gb}: expected a finite number above 0")
-    opened = open_source(source, only_plan=dry_run, expert_split=expert_split)
-    to_layout = None if layout is None else parse_layout(layout)
-    plan = plan_conversion(opened, to_layout, dtype, int(file_gb * GB), line)
-    result = _plan_summary(plan) | conversion_costs(plan)
-    if dry_run:
-        result["planning_s"] = round(time.perf_counter() - start, 2)
-        if as_json:
-            print_json(result)
-        else:
-            _print_plan(result, destination)
-        return
+    opened = open_source(source, expert_split=expert_split)
+    plan = plan_conversion(opened, None if layout is None else parse_layout(layout), dtype, line=line)
     from verl_patches.weights.convert import convert  # imports torch
 
-    with progress_bar("convert", result["write_bytes"]) as advance:
+    with progress_bar("convert", sum(file.size_bytes for file in plan.files)) as advance:
         done = convert(plan, destination, processes, advance)
     result = _plan_summary(plan) | done._asdict() | {"seconds": round(time.perf_counter() - start, 1)}
     if as_json:
@@ -106,13 +90,12 @@ def export_command(
     destination: Annotated[Path, typer.Argument(metavar="DST", help="A new folder, or an unfinished one to continue.")],
     expert_split: Split = None,
     processes: Processes = None,
-    dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
     """Write the weights of a checkpoint or of a Megatron folder as a HF folder, as `convert --hf` does."""
     if not has_manifest(source) and not (source / TRACKER).is_file():
         source = _newest_checkpoint(source)
-    options = {"expert_split": expert_split, "processes": processes, "dry_run": dry_run, "as_json": as_json}
+    options = {"expert_split": expert_split, "processes": processes, "as_json": as_json}
     convert_command(source, destination, hf=True, **options)
 
 
@@ -141,17 +124,6 @@ def _plan_summary(plan: ConversionPlan) -> dict[str, Any]:
 
 def _source_dtypes(source: Source) -> str:
     return "/".join(sorted({tensor.dtype for tensor in source.tensors.values()}))
-
-
-def _print_plan(result: dict[str, Any], destination: Path) -> None:
-    low, high = (f"{seconds / 60:.1f}" for seconds in result["seconds_modelled"])
-    typer.echo(
-        f"{result['source']} ({result['from']}) to {destination} ({result['to']}): {result['tensors']} tensors, "
-        f"{result['left_out']} left out; {result['weight_files']} files, {result['read_bytes'] / GB:.2f} GB read, "
-        f"{result['write_bytes'] / GB:.2f} GB written; modelled: {low} to {high} minutes, "
-        f"{result['host_bytes_of_a_process_modelled'] / GB:.2f} GB of host memory for each process; planned in "
-        f"{result['planning_s']} s; nothing was written"
-    )
 
 
 @app.command("verify")
@@ -205,24 +177,16 @@ def verify_command(folder: Folder, expert_split: Split = None, as_json: Json = F
 
 
 @app.command("show")
-def show_command(
-    folder: Folder,
-    tensor: Annotated[str | None, typer.Option(help="A HF name: print the places of its parts.")] = None,
-    expert_split: Split = None,
-    as_json: Json = False,
-) -> None:
+def show_command(folder: Folder, expert_split: Split = None, as_json: Json = False) -> None:
     """Print what a folder of weights holds, without reading the weights."""
     source = open_source(folder, expert_split=expert_split)
-    if tensor is not None and tensor not in source.tensors:
-        raise ConfigError(f"{folder}: holds no tensor {tensor!r}; expected a name such as {next(iter(source.tensors))}")
-    result = _folder_contents(folder, source) if tensor is None else _tensor_places(source, tensor)
+    result = _folder_contents(folder, source)
     if as_json:
         print_json(result)
         return
-    files = result.pop("files", [])
+    files = result.pop("files")
     print_table(str(folder), ("", ""), [(key.replace("_", " "), str(value)) for key, value in result.items()])
-    if files:
-        print_table("files", tuple(files[0]), [tuple(map(str, file.values())) for file in files])
+    print_table("files", tuple(files[0]), [tuple(map(str, file.values())) for file in files])
 
 
 def _folder_contents(folder: Path, source: Source) -> dict[str, Any]:
@@ -245,11 +209,3 @@ def _folder_contents(folder: Path, source: Source) -> dict[str, Any]:
         "left_out": len(source.left_out),
         "files": [{"file": f, "parts": n, "bytes": (folder / f).stat().st_size} for f, n in sorted(sizes.items())],
     }
-
-
-def _tensor_places(source: Source, name: str) -> dict[str, Any]:
-    tensor = source.tensors[name]
-    parts = [{"region": str(p.region), "file": p.file, "offset": p.offset} for p in tensor.parts]
-    if tensor.scale:
-        parts.append({"region": str(tensor.scale.region), "file": tensor.scale.file, "offset": tensor.scale.offset})
-    return {"tensor": name, "dtype": tensor.dtype, "shape": list(tensor.shape), "files": parts}

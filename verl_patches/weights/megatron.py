@@ -194,11 +194,10 @@ def _check_tensor(path: Path, name: str, tensor: SavedTensor, records: Mapping[s
 
 
 class Checkpoint(NamedTuple):
-    """Hold the contents of a Megatron folder: `parts`, zip records with CRCs (`identity`), MTP's names (`left_out`)."""
+    """Hold the contents of a Megatron folder; `left_out`: names of MTP's parameters."""
 
     layout: ParallelLayout
     parts: list[TensorPart]
-    identity: list[Any]
     left_out: tuple[str, ...]
 
 
@@ -235,8 +234,7 @@ def read_folder(folder: Path, inventory: Inventory, expert_split: str | None) ->
                 saved = chunks[held.chunk][held.parameter]
                 where = f"{place.name}/{name}", files[name].records[saved.record].header_offset
                 found[held.region] = TensorPart(_stored_part(*where, saved, held), saved.dtype, held.shape)
-    identity = [(name, [(r, i.file_size, i.CRC) for r, i in file.records.items()]) for name, file in files.items()]
-    return Checkpoint(layout, list(found.values()), identity, tuple(sorted(left_out)))
+    return Checkpoint(layout, list(found.values()), tuple(sorted(left_out)))
 
 
 def _iteration_folder(folder: Path) -> Path:

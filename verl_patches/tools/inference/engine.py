@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,8 +25,10 @@ from vllm import LLM, SamplingParams
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.launch.launcher import short_temp_dir
 from verl_patches.launch.ray_cluster import ray_options, require_nodes
 from verl_patches.platform.loopback_store import loopback_store
+from verl_patches.run.environment import RAY_FOLDER
 from verl_patches.run.ray_nodes import error_line
 from verl_patches.spec import RunSpec
 from verl_patches.trainer import ray_start
@@ -167,8 +169,12 @@ def _start_ranks(folder: Path, run: RunSpec, length: int) -> Iterator[Generate]:
     """Yield `start_engine`'s function for engines on Ray; replica d of R has prompts d, d + R, ..."""
     require_nodes(run)
     trainer, tp, replicas = run.verl.trainer, run.rollout.tp, run.rollout.dp
-    ray_start.start_ray(**{**ray_options(run), "engine": None, "log_to_driver": False})  # no Megatron here
-    try:
+    options = {**ray_options(run), "engine": None, "log_to_driver": False}  # no Megatron here
+    with ExitStack() as stack:
+        if "_temp_dir" in options:
+            options["_temp_dir"] = str(stack.enter_context(short_temp_dir()) / RAY_FOLDER)
+        ray_start.start_ray(**options)
+        stack.callback(ray.shutdown)
         pool = RayResourcePool([trainer.n_gpus_per_node] * trainer.nnodes, use_gpu=True, max_colocate_count=1)
         kind = RayClassWithInitArgs(ray.remote(EngineWorker))
         with _rank_errors():
@@ -183,8 +189,6 @@ def _start_ranks(folder: Path, run: RunSpec, length: int) -> Iterator[Generate]:
             return [made[number % replicas * tp][number // replicas] for number in range(len(prompts))]
 
         yield generate
-    finally:
-        ray.shutdown()
 
 
 @contextmanager
