@@ -163,10 +163,7 @@ def _write_file(job: _Job, file: OutFile) -> int:
 def _write_hf(job: _Job, file: OutFile) -> int:
     """Write a file of a HF folder, a tensor at a time, and return the bytes read."""
     read: list[int] = []
-    with (
-        WeightReader(job.plan.source, read.append, sequential=True, verify=True) as reader,
-        NewFile(job.folder / file.name) as writer,
-    ):
+    with WeightReader(job.plan.source, read.append, verify=True) as reader, NewFile(job.folder / file.name) as writer:
         writer.write(build_header(file.tensors, file.name))
         for entry in file.tensors:
             value = reader.read(entry.key)

@@ -142,17 +142,15 @@ class Manifest:
 class StoredPart(NamedTuple):
     """Locate a region of a tensor: `offset` is that of its first byte in `file`, and its rows follow each other.
 
-    `sha256`: first digits of that of its bytes, None where none was recorded. `header`: None, or in a zip the offset of
-    the record's header; `offset` then counts from the record's data. `column_stride`: None, or in a stack of experts,
-    whose regions are stored column by column, the number of elements from one stored column to the next; `offset` is
-    then that of the first stored column, and the region's rows begin at element `column_start` of each.
+    `sha256`: first digits of that of its bytes, None where none was recorded. `column_stride`: None, or in a stack of
+    experts, whose regions are stored column by column, the number of elements from one stored column to the next;
+    `offset` is then that of the first stored column, and the region's rows begin at element `column_start` of each.
     """
 
     file: str
     offset: int
     region: Region
     sha256: str | None = None
-    header: int | None = None
     column_stride: int | None = None
     column_start: int = 0
 
@@ -245,10 +243,7 @@ def small_files(folder: Path) -> list[Path]:
 
 
 def read_manifest(folder: str | Path) -> Manifest:
-    """Return the manifest of a folder; raises ConfigError where it is absent, damaged, or of another format.
-
-    It is also raised where the step is not the one in the folder's name (global_step_N).
-    """
+    """Return the manifest of a folder; raises ConfigError where it is absent, damaged, or of another format."""
     path = Path(folder) / MANIFEST
     if not path.exists():
         raise ConfigError(f"{folder}: expected a training checkpoint with {MANIFEST}, found none; give a complete one")
@@ -267,18 +262,11 @@ def read_manifest(folder: str | Path) -> Manifest:
         model = ModelShape(**{f.name: found["model"]["config"][f.name] for f in fields(ModelShape)})
         files = tuple(_parse_file(file) for file in found["files"])
         plain = {name: found[name] for name in ("layout", "dtype", "identity", "facts")}
-        step = plain["facts"]["step"]
     except KeyError as error:
         raise ConfigError(
             f"{path}: expected the key {error} of a training checkpoint, found none; if the folder is a HF model, "
             f"delete {MANIFEST}, which an earlier version of this repository wrote"
         ) from error
-    named = CHECKPOINT_NAME.match(path.absolute().parent.name)
-    if named and step != int(named[1]):
-        raise ConfigError(
-            f"{path}: expected the step of the folder's name {path.absolute().parent.name}, found step {step!r}; the "
-            f"folder was renamed: rename it to global_step_{step}"
-        )
     return Manifest(**plain, model=model, files=files, file_names=tuple(file.name for file in files))
 
 

@@ -21,11 +21,12 @@ import argparse
 import math
 import pickle
 import re
+import struct
 import zipfile
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import Inventory
@@ -36,6 +37,7 @@ from verl_patches.weights.manifest import ITEM_BYTES, TRACKER, StoredPart, Tenso
 MODEL_FILE, ITERATION_FOLDER = "model_optim_rng.pt", "iter_0000001"
 WHOLE_EXPERTS, CUT_EXPERTS = "tp_extend_ep", "etp"  # values of recipe.train.expert_split
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+_ZIP_HEADER = struct.Struct("<26xHH")  # of a record: lengths of its name and of its extra field
 _MTP_PREFIX, _MTP_NORM, _EXTRA_STATE = "mtp_layers.", "final_layernorm.weight", "_extra_state"
 
 
@@ -142,11 +144,11 @@ class Unpickler(pickle.Unpickler):
 
 
 class RankFile(NamedTuple):
-    """Hold the contents of a file: tensors of each model chunk, all other entries, and the zip's records by name."""
+    """Hold the contents of a file: tensors of each model chunk, all other entries, and where records begin, by name."""
 
     chunks: list[dict[str, SavedTensor]]
     other_entries: dict[str, Any]
-    records: dict[str, zipfile.ZipInfo]
+    records: dict[str, int]
 
 
 def read_rank_file(path: Path) -> RankFile:
@@ -159,6 +161,8 @@ def read_rank_file(path: Path) -> RankFile:
                 raise ValueError("compressed records, which torch.save does not write")
             with file.open(head) as pickled:
                 state = dict(Unpickler(pickled).load())
+        with path.open("rb") as file:
+            places = {name: _data_offset(file, info.header_offset) for name, info in records.items()}
     except Exception as error:  # a pickle may raise anything
         found = f"is not a complete file of torch.save ({type(error).__name__}: {error}); copy or convert it again"
         raise ConfigError(f"{path} {file_fault(path) or found}") from error
@@ -174,7 +178,14 @@ def read_rank_file(path: Path) -> RankFile:
             if not isinstance(tensor, SavedTensor):
                 raise ConfigError(f"{path}: {key}: {name!r}: expected a tensor, found {type(tensor).__name__}")
             _check_tensor(path, name, tensor, records)
-    return RankFile(chunks, state, records)
+    return RankFile(chunks, state, places)
+
+
+def _data_offset(file: BinaryIO, header: int) -> int:
+    """Return the offset of the data of a zip's record, by the lengths of name and extra field in its own header."""
+    file.seek(header)
+    name, more = _ZIP_HEADER.unpack(file.read(_ZIP_HEADER.size))
+    return header + _ZIP_HEADER.size + name + more
 
 
 def _check_tensor(path: Path, name: str, tensor: SavedTensor, records: Mapping[str, zipfile.ZipInfo]) -> None:
@@ -232,7 +243,7 @@ def read_folder(folder: Path, inventory: Inventory, expert_split: str | None) ->
         for held in train_tensors_from_native(shaped, inventory, layout, rank, library).values():
             if held.region not in found:
                 saved = chunks[held.chunk][held.parameter]
-                where = f"{place.name}/{name}", files[name].records[saved.record].header_offset
+                where = f"{place.name}/{name}", files[name].records[saved.record]
                 found[held.region] = TensorPart(_stored_part(*where, saved, held), saved.dtype, held.shape)
     return Checkpoint(layout, list(found.values()), tuple(sorted(left_out)))
 
@@ -277,17 +288,16 @@ def _meta_tensor(name: str, saved: SavedTensor, inventory: Inventory, library: s
     return torch.empty(saved.shape, dtype=dtype, device="meta")
 
 
-def _stored_part(file: str, header: int, saved: SavedTensor, held: Any) -> StoredPart:
+def _stored_part(file: str, start: int, saved: SavedTensor, held: Any) -> StoredPart:
     """Return where the bytes of `held` are: row after row, or column after column of a stack of experts."""
     view, item = held.tensor, ITEM_BYTES[saved.dtype]
     place = saved.offset + view.storage_offset()
     if view.dim() == 1 or view.stride(1) == 1 or view.shape[1] == 1:
-        return StoredPart(file, place * item, held.region, header=header)
+        return StoredPart(file, start + place * item, held.region)
     stride = view.stride(1)
-    start = view.storage_offset() % stride
-    return StoredPart(
-        file, (place - start) * item, held.region, header=header, column_stride=stride, column_start=start
-    )
+    column_start = view.storage_offset() % stride
+    at = start + (place - column_start) * item
+    return StoredPart(file, at, held.region, column_stride=stride, column_start=column_start)
 
 
 def _infer_layout(folder: Path, files: Mapping[str, RankFile], library: str, split: str | None) -> ParallelLayout:

@@ -68,7 +68,7 @@ def remote_experts(model: torch.nn.Module) -> set[str]:
 
 def _read_tensors(source: Source, left_out: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, whole tensor), FP8 decoded to bf16 and checked against a manifest's digests, but not `left_out`."""
-    with WeightReader(source, sequential=True, verify=True) as reader:
+    with WeightReader(source, verify=True) as reader:
         for name in source.tensors:
             if name.rsplit(".", 2)[0] not in left_out:
                 yield name, reader.read(name)
