@@ -1,4 +1,4 @@
-"""Test the commands `weights convert`, `verify` and `show`: output, exit codes, and the plan for 671B."""
+"""Test the commands `weights convert`, `export` and `verify`: output and exit codes."""
 
 import json
 import os
@@ -36,16 +36,15 @@ def folder(tmp_path):
     return tmp_path / "hf"
 
 
-def test_convert_show_verify_and_export(folder, tmp_path):
+def test_convert_verify_and_export(folder, tmp_path):
     megatron, back = tmp_path / "megatron", tmp_path / "back"
     done = answer("convert", folder, megatron, "--layout", LAYOUT, "--processes", "2")
     assert (done["written"], done["kept"]) == (12, 0)
-    shown = answer("show", megatron)
-    assert (shown["kind"], shown["layout"], shown["checksums"]) == ("megatron", LAYOUT, "CRC-32 of each record")
     assert answer("verify", megatron)["problems"] == [] == answer("verify", folder)["problems"]
     exported = call("export", megatron, back)
     assert "files written" in exported.stdout and (back / INDEX).is_file()
-    assert "0 problems" in call("verify", back).stdout and "BF16" in call("show", back).stdout
+    assert "0 problems" in call("verify", back).stdout
+
     flip(next(megatron.rglob("*.pt")), -2000)
     (problem,) = answer("verify", megatron, code=1)["problems"]
     assert "model_optim_rng.pt" in problem
@@ -94,10 +93,10 @@ def test_verify_checks_the_critic_of_a_checkpoint(tmp_path, actor):
 
 def test_a_checkpoint_of_a_value_model_alone_names_where_its_weights_are(tmp_path):
     saved = with_critic(tmp_path / "global_step_1", actor=False)
-    for arguments in (["show", saved], ["export", saved, tmp_path / "out"]):
+    for arguments in (["export", saved, tmp_path / "out"],):
         done = CliRunner().invoke(app, ["weights", *map(str, arguments)])
         assert isinstance(done.exception, ConfigError) and f"give {saved / CRITIC}" in str(done.exception)
-    assert answer("show", saved / CRITIC)["kind"] == "checkpoint"
+    assert open_source(saved / CRITIC).kind == "checkpoint"
     assert open_source(with_critic(tmp_path / "both")).kind == "checkpoint"  # control: with an actor it opens
 
 

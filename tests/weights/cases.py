@@ -45,9 +45,9 @@ def as_value_model(model, folder, word):
     return score
 
 
-def run(source, destination, layout=None, dtype=None, file_bytes=100_000, line="a3", expert_split=None, **more):
+def run(source, destination, layout=None, dtype=None, file_bytes=100_000, line="a3", **more):
     """Convert a folder to Megatron's checkpoint of a layout, or to a HF folder."""
-    plan = plan_conversion(open_source(source, expert_split=expert_split), layout, dtype, file_bytes, line)
+    plan = plan_conversion(open_source(source), layout, dtype, file_bytes, line)
     return convert(plan, destination, **{"processes": 1, **more})
 
 

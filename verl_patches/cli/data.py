@@ -6,13 +6,13 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from verl_patches.cli.output import Json, print_command, print_json, print_text, progress_bar
 from verl_patches.run.compose import output_root
-from verl_patches.tools.data.from_rollouts import COLUMNS, Choice, write_rollout_data
+from verl_patches.tools.data.from_rollouts import Choice, write_rollout_data
 from verl_patches.weights.run_folders import find_start
 
 app = typer.Typer(no_args_is_help=True, help="Make data files for runs.")
@@ -44,10 +44,10 @@ def build_command(
 def from_rollouts_command(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that recorded its rollouts.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.")],
-    kind: Annotated[str, typer.Option("--to", metavar="KIND", help=f"One of {', '.join(COLUMNS)}.")] = "best",
-    best: Annotated[int, typer.Option(help="With --to best: most responses kept of a prompt.")] = 1,
+    kind: Annotated[Literal["best", "conditional", "pairs"], typer.Option("--to", help="Which data.")] = "best",
+    best: Annotated[int, typer.Option(min=1, help="With --to best: most responses kept of a prompt.")] = 1,
     threshold: Annotated[float | None, typer.Option(help="Lowest reward of a kept or chosen response.")] = None,
-    margin: Annotated[float, typer.Option(help="With --to pairs: least difference of rewards.")] = 0.0,
+    margin: Annotated[float, typer.Option(min=0, help="With --to pairs: least difference of rewards.")] = 0.0,
     as_json: Json = False,
 ) -> None:
     """Make SFT data or preference pairs from a run's responses and their rewards."""

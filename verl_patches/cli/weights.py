@@ -1,4 +1,4 @@
-"""Define the commands `weights convert`, `weights export`, `weights verify` and `weights show`."""
+"""Define the commands `weights convert`, `weights export` and `weights verify`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from verl_patches.cli.output import Json, print_json, print_table, progress_bar
+from verl_patches.cli.output import Json, print_json, progress_bar
 from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.run.compose import output_root
@@ -20,7 +20,6 @@ from verl_patches.weights.manifest import (
     folder_problems,
     has_manifest,
     holds_critic_alone,
-    model_digest,
     read_manifest,
 )
 from verl_patches.weights.megatron import crc_problems
@@ -33,14 +32,12 @@ LAYOUT_HELP = 'Write Megatron\'s checkpoint for this layout, such as "tp4 pp8 ep
 LINE_HELP = "The Megatron whose parameters are used: a3 (MindSpeed-LLM) or pypi."
 DTYPE_HELP = "bf16 or keep; default: bf16 of a source in FP8, else keep."
 EXPORT_HELP = "A run (its newest checkpoint), a checkpoint, or a folder of Megatron's checkpoint."
-SPLIT_HELP = "Split of experts, if the Megatron folder has no record: tp_extend_ep (whole) or etp (each cut over TP)."
 PROCESSES_HELP = "Files that are written at a time; default: one per core, fewer if memory is short."
 
-app = typer.Typer(no_args_is_help=True, help="Convert, export, verify and show weights on disk.")
+app = typer.Typer(no_args_is_help=True, help="Convert, export and verify weights on disk.")
 Folder = Annotated[Path, typer.Argument(help="A HF folder, a Megatron folder or a checkpoint.", show_default=False)]
 
 
-Split = Annotated[Literal["tp_extend_ep", "etp"] | None, typer.Option("--expert-split", help=SPLIT_HELP)]
 Processes = Annotated[int | None, typer.Option(help=PROCESSES_HELP, min=1)]
 
 
@@ -52,7 +49,6 @@ def convert_command(
     hf: Annotated[bool, typer.Option("--hf", help="Write a HF folder.")] = False,
     line: Annotated[Literal["a3", "pypi"], typer.Option(help=LINE_HELP)] = "a3",
     dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
-    expert_split: Split = None,
     processes: Processes = None,
     as_json: Json = False,
 ) -> None:
@@ -63,7 +59,7 @@ def convert_command(
     start = time.perf_counter()
     if hf == (layout is not None):
         raise ConfigError("weights convert: expected one of --hf and --layout TEXT, found both or neither")
-    opened = open_source(source, expert_split=expert_split)
+    opened = open_source(source)
     plan = plan_conversion(opened, None if layout is None else parse_layout(layout), dtype, line=line)
     from verl_patches.weights.convert import convert  # imports torch
 
@@ -88,15 +84,13 @@ def convert_command(
 def export_command(
     source: Annotated[Path, typer.Argument(metavar="CKPT", help=EXPORT_HELP)],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="A new folder, or an unfinished one to continue.")],
-    expert_split: Split = None,
     processes: Processes = None,
     as_json: Json = False,
 ) -> None:
     """Write the weights of a checkpoint or of a Megatron folder as a HF folder, as `convert --hf` does."""
     if not has_manifest(source) and not (source / TRACKER).is_file():
         source = _newest_checkpoint(source)
-    options = {"expert_split": expert_split, "processes": processes, "as_json": as_json}
-    convert_command(source, destination, hf=True, **options)
+    convert_command(source, destination, hf=True, processes=processes, as_json=as_json)
 
 
 def _newest_checkpoint(path: Path) -> Path:
@@ -127,7 +121,7 @@ def _source_dtypes(source: Source) -> str:
 
 
 @app.command("verify")
-def verify_command(folder: Folder, expert_split: Split = None, as_json: Json = False) -> None:
+def verify_command(folder: Folder, as_json: Json = False) -> None:
     """Check every byte of a checkpoint or a Megatron folder; a HF folder, without checksums, by headers and index."""
     start = time.perf_counter()
     if not folder.is_dir():
@@ -160,52 +154,20 @@ def verify_command(folder: Folder, expert_split: Split = None, as_json: Json = F
         checked = "names, shapes, sizes, and the CRC-32 of every record"
     else:
         checked = f"names, shapes, sizes and {INDEX}; a HF folder has no checksums"
+    found = []
     if not problems:
         try:
             for each in opened:
-                open_source(each, expert_split=expert_split)
+                source = open_source(each)
+                found.append(f"{source.kind}, {len(source.tensors)} tensors in {_source_dtypes(source)}")
         except ConfigError as error:
             problems = [str(error)]
     seconds = round(time.perf_counter() - start, 1)
     if as_json:
-        print_json({"folder": str(folder), "checked": checked, "problems": problems, "seconds": seconds})
+        result = {"found": found, "checked": checked, "problems": problems, "seconds": seconds}
+        print_json({"folder": str(folder), **result})
     else:
         for problem in problems:
             typer.echo(f"problem: {problem}")
-        typer.echo(f"{folder}: {len(problems)} problems; checked: {checked}; {seconds} s")
+        typer.echo(f"{folder}: {'; '.join(found)}; {len(problems)} problems; checked: {checked}; {seconds} s")
     raise typer.Exit(1 if problems else 0)
-
-
-@app.command("show")
-def show_command(folder: Folder, expert_split: Split = None, as_json: Json = False) -> None:
-    """Print what a folder of weights holds, without reading the weights."""
-    source = open_source(folder, expert_split=expert_split)
-    result = _folder_contents(folder, source)
-    if as_json:
-        print_json(result)
-        return
-    files = result.pop("files")
-    print_table(str(folder), ("", ""), [(key.replace("_", " "), str(value)) for key, value in result.items()])
-    print_table("files", tuple(files[0]), [tuple(map(str, file.values())) for file in files])
-
-
-def _folder_contents(folder: Path, source: Source) -> dict[str, Any]:
-    head = {"kind": source.kind, "layout": source.layout, "model": model_digest(source.inventory.model)[:12]}
-    if has_manifest(folder):
-        head |= {name: getattr(read_manifest(folder), name) for name in ("layout", "dtype", "facts")}
-    else:
-        head["checksums"] = "CRC-32 of each record" if source.layout else "none"
-    model, sizes = source.inventory.model, dict[str, int]()
-    for tensor in source.tensors.values():
-        for part in tensor.parts:
-            sizes[part.file] = sizes.get(part.file, 0) + 1
-    return {
-        **head,
-        "layers": model.num_hidden_layers,
-        "experts": model.n_routed_experts,
-        "parameters": sum(parameter.count for parameter in source.inventory.parameters),
-        "stored_in": _source_dtypes(source),
-        "tensors": len(source.tensors),
-        "left_out": len(source.left_out),
-        "files": [{"file": f, "parts": n, "bytes": (folder / f).stat().st_size} for f, n in sorted(sizes.items())],
-    }

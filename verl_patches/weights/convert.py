@@ -219,7 +219,7 @@ def write_megatron_file(
         for held in sorted(views, key=lambda each: reader.position(each.region)):
             reader.copy(held.region, held.tensor)
     keys = ["model"] if layout.vpp == 1 else [f"model{n}" for n in range(layout.vpp)]
-    state = {**dict(zip(keys, chunks, strict=True)), "checkpoint_version": 3.0, "iteration": 1, "layout": str(layout)}
+    state = {**dict(zip(keys, chunks, strict=True)), "checkpoint_version": 3.0, "iteration": 1}
     with disk_errors(path, RERUN_ADVICE):
         path.parent.mkdir(parents=True, exist_ok=True)
     with NewFile(path) as file:

@@ -58,7 +58,7 @@ def load_weights(
     for chunk in unwrap_chunks(chunks):
         keep_bias_fp32(chunk)
     layout = layout or model_layout(chunks)
-    source = open_source(folder, expert_split="tp_extend_ep" if layout.etp == 1 else "etp")
+    source = open_source(folder)
     regions = _regions(chunks, source.inventory, layout, line, head_only)
     read_bytes: list[int] = []
 

@@ -44,7 +44,7 @@ DIGEST_DIGITS = 16  # hex digits of a tensor's digest in a manifest
 FORMAT, VERSION, READABLE_VERSIONS = "verl_patches weights", 3, (2, 3)  # version 2 has additional fields
 CHECKPOINT_NAME = re.compile(r"global_step_([1-9][0-9]*)")  # the name of a checkpoint's folder
 MANIFEST, ENTRIES_FOLDER = "manifest.json", "manifest.d"
-TRACKER = "latest_checkpointed_iteration.txt"  # file of Megatron's own checkpoint (megatron.py)
+TRACKER, LAYOUT_FILE = "latest_checkpointed_iteration.txt", "layout.txt"  # of Megatron's own checkpoint (megatron.py)
 CRITIC = "critic"  # folder of the critic's part of a checkpoint, and the fact that holds the identity of its manifest
 WEIGHT_ROLE = "weight"
 RANK_PREFIX, TRAINER_PREFIX = "rank_", "trainer."  # begin the names of a rank's files and of the trainer's
@@ -171,11 +171,6 @@ class TensorPart(NamedTuple):
     whole: tuple[int, ...]
 
 
-def model_digest(model: ModelShape) -> str:
-    """Return the hex digest of the sizes of a model."""
-    return hashlib.sha256(json.dumps(asdict(model), sort_keys=True).encode()).hexdigest()
-
-
 # ---- manifest.json
 
 
@@ -236,7 +231,7 @@ def has_manifest(folder: str | Path) -> bool:
 
 def small_files(folder: Path) -> list[Path]:
     """Return files to copy beside new weights: tokenizer, generation_config.json, the model's own Python files."""
-    made = {"config.json", INDEX, MANIFEST, TRACKER}
+    made = {"config.json", INDEX, MANIFEST, TRACKER, LAYOUT_FILE}
     files = (path for path in sorted(folder.iterdir()) if path.is_file() and path.stat().st_size < _SMALL_BYTES)
     own = (".", RANK_PREFIX, TRAINER_PREFIX)
     return [p for p in files if p.name not in made and p.suffix not in _WEIGHT_SUFFIXES and not p.name.startswith(own)]

@@ -21,7 +21,15 @@ from verl_patches.layout.inventory import Inventory, build_inventory
 from verl_patches.layout.model_folder import INDEX, without_fp8_and_mtp
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import local_parameters
-from verl_patches.weights.manifest import TRACKER, TensorEntry, build_header, in_data_order, small_files, whole_entry
+from verl_patches.weights.manifest import (
+    LAYOUT_FILE,
+    TRACKER,
+    TensorEntry,
+    build_header,
+    in_data_order,
+    small_files,
+    whole_entry,
+)
 from verl_patches.weights.megatron import ITERATION_FOLDER, ranks_by_file
 from verl_patches.weights.source import SAFETENSORS_NAMES, Source
 
@@ -97,6 +105,7 @@ def plan_conversion(
         texts[INDEX] = _index_text(files)
     else:
         files = tuple(_megatron_files(inventory, layout, library))
+        texts[LAYOUT_FILE] = f"{layout}\n"
         texts[TRACKER] = str(int(ITERATION_FOLDER.removeprefix("iter_")))
     copies = tuple(path.name for path in small_files(source.folder))
     names = [file.name for file in files]
@@ -159,15 +168,12 @@ def _index_text(files: Sequence[OutFile]) -> str:
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1) + "\n"
 
 
-def process_bytes(plan: ConversionPlan) -> int:
-    """Return the modelled peak memory of one process: Megatron's largest file, or twice the largest HF tensor."""
-    if plan.layout is not None:
-        return _PROCESS_BYTES + max(file.size_bytes for file in plan.files)
-    widest = max(parameter.count * 4 for parameter in plan.inventory.parameters)
-    return _PROCESS_BYTES + 2 * widest
-
-
 def process_count(plan: ConversionPlan) -> int:
-    """Return how many files are written at a time: one for each core of this process, limited by free memory."""
+    """Return how many files are written at a time: one for each core of this process, limited by free memory.
+
+    A process holds Megatron's largest file, or twice the largest HF tensor, in fp32.
+    """
+    widest = 8 * max(parameter.count for parameter in plan.inventory.parameters)
+    largest = max(file.size_bytes for file in plan.files) if plan.layout else widest
     most = min(MAX_PROCESSES, len(os.sched_getaffinity(0)), len(plan.files))
-    return max(1, min(most, psutil.virtual_memory().available // process_bytes(plan)))
+    return max(1, min(most, psutil.virtual_memory().available // (_PROCESS_BYTES + largest)))

@@ -127,10 +127,8 @@ def scale_name(name: str) -> str:
     return name.removesuffix("weight") + SCALE_SUFFIX
 
 
-def open_source(folder: str | Path, expert_split: str | None = None) -> Source:
+def open_source(folder: str | Path) -> Source:
     """Return the checked tensors of `folder`.
-
-    `expert_split`: recipe.train.expert_split, for a Megatron folder that does not record how it splits experts.
 
     Raises ConfigError that names the file or tensor: a missing or unknown tensor, one in two files, a file that is cut
     off, another shape or dtype, a missing scale, an unsupported config, a checkpoint whose weights are all in its
@@ -155,7 +153,7 @@ def open_source(folder: str | Path, expert_split: str | None = None) -> Source:
     config, inventory = read_stored_config(folder), build_inventory(model)
     kind, layout, left_out, states = "hf", None, (), {}
     if is_megatron:
-        found = read_folder(folder, inventory, expert_split)
+        found = read_folder(folder, inventory)
         kind, stored, layout, left_out = "megatron", found.parts, str(found.layout), found.left_out
     elif manifest:
         if unlike := size_differences(model, manifest.model):

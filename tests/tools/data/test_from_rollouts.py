@@ -237,28 +237,16 @@ def remove(run, name):
     (run / "rollouts" / name).unlink()
 
 
-def test_a_run_that_recorded_nothing_says_what_to_set_and_its_bytes(run, tmp_path):
+def test_a_run_that_recorded_nothing_says_what_to_set(run, tmp_path):
     for path in (run / "rollouts").iterdir():
         path.unlink()
-    with pytest.raises(ConfigError, match=r"recipe.rollout.record=true, [0-9.]+ MB a step"):
-        made(run, tmp_path)
-    save(run, changed_run(read_spec(run), {"recipe.objective.name": "sft"}))
-    with pytest.raises(ConfigError, match="trains on fixed data"):
+    with pytest.raises(ConfigError, match="found none; .*recipe.rollout.record=true"):
         made(run, tmp_path)
     (run / FACTS_FILE).unlink()
     with pytest.raises(
         ConfigError, match="the folder of a run, with config.yaml and facts.json; found FileNotFoundError"
     ):
         made(run, tmp_path)
-
-
-def test_a_run_of_an_earlier_version_is_one_sentence(run, tmp_path):
-    facts = json.loads((run / FACTS_FILE).read_text())
-    facts.pop("recipe")
-    (run / FACTS_FILE).write_text(json.dumps(facts))
-    with pytest.raises(ConfigError, match="found an earlier version's; read it with that version, or record") as error:
-        made(run, tmp_path)
-    assert "\n" not in str(error.value) and "validation error" not in str(error.value)
 
 
 def test_steps_without_scores_are_left_out(run, tmp_path):
@@ -297,12 +285,6 @@ def test_a_damaged_recording_or_lost_data_is_one_sentence_and_nothing_is_written
     with pytest.raises(ConfigError, match=r"train.parquet is cut off"):
         made(run, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "train.parquet"]
-
-
-@pytest.mark.parametrize("wrong", [{"kind": "worst"}, {"best": 0}, {"margin": float("nan")}, {"margin": 0.5}])
-def test_a_wrong_choice_is_refused(wrong):
-    with pytest.raises(ConfigError, match="from-rollouts: "):
-        Choice(**wrong)
 
 
 # ---- samples
