@@ -67,13 +67,10 @@ def _print_build_report(report: dict[str, Any], output: str) -> None:
     counts = []
     for reason, found in report.items():
         if isinstance(found, dict) and "shown" in found:
-            what, more = reason.replace("_", " "), found["rows"]
-            counts.append(f"{more} {what}")
-            for sentence, same in found["shown"].items():
-                more -= same["rows"]
-                print_text(f"{what}: {same['rows']} rows, as {', '.join(same['places'])}: {sentence}", err=True)
-            if more:
-                print_text(f"{what}: {more} more", err=True)
+            what = reason.replace("_", " ")
+            counts.append(f"{found['rows']} {what}")
+            for text in found["shown"]:
+                print_text(f"{what}: {text}", err=True)
     print_text(f"{report['read']} rows read: {', '.join(counts)}")
     if report["refused"]:
         print_text(f"nothing written: too many rows are {' and '.join(report['refused'])}; see refuse_above", err=True)

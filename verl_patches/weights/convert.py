@@ -1,8 +1,8 @@
 """Run a planned conversion of weights (plan.py), which can be interrupted and continued.
 
 Each file is written by one process and gets its name once it is whole. A conversion that was ended continues with the
-missing files: until its end the file UNFINISHED holds its identity. The folder is complete with the file that is
-written last: a HF folder's index, Megatron's tracker. Bytes read from a checkpoint are compared with the sha256 in its
+missing files: the file IDENTITY_FILE tells it from others. The folder is complete with the file that is written last: a
+HF folder's index, Megatron's tracker. Bytes read from a checkpoint are compared with the sha256 in its
 manifest in the same pass; HF and Megatron folders have none.
 """
 
@@ -32,7 +32,7 @@ from verl_patches.weights.reader import COPY_ADVICE, TORCH_DTYPES, WeightReader,
 from verl_patches.weights.source import Source
 from verl_patches.weights.writer import RERUN_ADVICE, NewFile, write_text
 
-UNFINISHED = ".conversion"
+IDENTITY_FILE = ".conversion"
 Progress = Callable[[int], None]  # gets the bytes of each file that is finished, now or before
 
 
@@ -77,17 +77,16 @@ def convert(
         progress(file.size_bytes)
     for name in (*plan.copies, *plan.texts):
         write_text(folder / name, plan.texts.get(name) or (plan.source.folder / name).read_bytes())
-    (folder / UNFINISHED).unlink()
     return ConversionResult(read, sum(file.size_bytes for file in todo), len(kept), len(todo))
 
 
 def _prepare_folder(plan: ConversionPlan, folder: Path) -> None:
-    """Make the folder, or check that it is an unfinished one of this conversion."""
-    mark = folder / UNFINISHED
+    """Make the folder, or check that it is one of this conversion."""
+    mark = folder / IDENTITY_FILE
     is_own = mark.is_file() and mark.read_text() == plan.identity
-    if folder.exists() and not is_own and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.exists() and not is_own and any(not path.name.startswith(mark.name) for path in folder.iterdir()):
         raise ConfigError(
-            f"{folder}: expected a new or empty folder, or an unfinished one of this conversion "
+            f"{folder}: expected a new or empty folder, or one of this conversion "
             f"({plan.layout or 'a HF folder'} from {plan.source.folder}), found others; choose another folder"
         )
     folder.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,6 @@ a value model, which has it in place of lm_head.weight. torch is imported for Me
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -69,13 +68,6 @@ FP8_KINDS = frozenset(  # stored in FP8 by DeepSeek: linear layers except the ro
         for piece in ("gate", "up", "down")
     }
 )
-BLOCK = (128, 128)
-QUANTIZATION_CONFIG = {
-    "activation_scheme": "dynamic",
-    "fmt": "e4m3",
-    "quant_method": "fp8",
-    "weight_block_size": [*BLOCK],
-}
 SAFETENSORS_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _SHOWN_NAMES = 3
 
@@ -195,7 +187,7 @@ def _source_tensors(
                 found = "no scales" if block else "no such key"
                 raise ConfigError(
                     f"{folder}: {parameter.name} is stored in FP8; expected {name}, its scales, and {QUANTIZATION} in "
-                    f"config.json, as {json.dumps(QUANTIZATION_CONFIG)}, found {found}; download the folder again"
+                    f"config.json, found {found}; download the folder again"
                 )
             scale = _source_tensor(folder, name, scale_shape(parameter.shape, block), ("F32",), stored[name])
             tensor = tensor._replace(scale=scale.parts[0])
@@ -268,14 +260,13 @@ def _fp8_block(folder: Path, config: Mapping[str, Any]) -> tuple[int, int] | Non
     found = config.get(QUANTIZATION)
     if found is None:
         return None
-    sizes: Any = found.get("weight_block_size") if isinstance(found, Mapping) else None
-    is_pair = isinstance(sizes, list) and len(sizes) == 2 and all(type(n) is int and n > 0 for n in sizes)
-    if not is_pair or found.get("fmt", "e4m3") != "e4m3":
+    sizes = found.get("weight_block_size") or ()
+    if len(sizes) != 2 or found.get("fmt", "e4m3") != "e4m3":
         raise ConfigError(
             f"{folder / 'config.json'}: {QUANTIZATION}: expected fmt e4m3 and weight_block_size of two numbers, "
-            f"as {json.dumps(QUANTIZATION_CONFIG)}, found {found!r}; only DeepSeek's FP8 is supported"
+            f"found {found!r}; only DeepSeek's FP8 is supported"
         )
-    return tuple(sizes)
+    return sizes[0], sizes[1]
 
 
 def _source_files(folder: Path) -> list[str]:

@@ -109,7 +109,7 @@ def test_a_repeated_problem_is_one_whatever_its_blanks_and_answers_of_one_prompt
     spaced = {**MATHS[3], "problem": MATHS[3]["problem"].replace(" ", " \n"), "answer": "other"}
     _, report = make(tmp_path, [*MATHS, spaced])
     assert report["repeated"]["rows"] == 1
-    assert [*report["repeated"]["shown"].values()] == [{"rows": 1, "places": ["rows.jsonl:41"]}]
+    assert report["repeated"]["shown"] == ["rows.jsonl:41: repeats an earlier row"]
     rows = [{"prompt": "Say it.", "response": f"{n}"} for n in range(5)] + [{"prompt": "Go.", "response": "0"}]
     assert make(tmp_path, [*rows, rows[0]], "instruction", out="sft")[1]["repeated"]["rows"] == 1
 
@@ -133,9 +133,9 @@ def test_sentences_as_gold_answers_are_kept_counted_shown_and_refused_above_a_te
     short = {"question": "Who?", "answer": rf"{sign}\text{{Ann}} and \frac{{1}}{{2}} + \sqrt{{xyz}} cm"}
     wordy = [{"question": f"{n}?", "answer": f"{sign}Because he sold {n} apples to Ann"} for n in range(5)]
     code, report = make(tmp_path, [*rows, short, *wordy[:4]], handler)
-    (found,) = report["sentences"]["shown"].values()
+    found = [text.partition(": ")[0] for text in report["sentences"]["shown"]]
     assert (code, report["sentences"]["rows"], report["train"] + report["test"]) == (0, 4, 45)
-    assert found == {"rows": 4, "places": ["rows.jsonl:42", "rows.jsonl:43", "rows.jsonl:44"]}
+    assert found == [f"rows.jsonl:{line}" for line in range(42, 46)]
     code, report = make(tmp_path, [*rows, *wordy], handler, out="b")
     assert (code, report["refused"]) == (1, ["sentences"])
     assert make(tmp_path, [*rows, *wordy], handler, out="b", refuse_above={"sentences": 0.2})[0] == 0
@@ -149,12 +149,10 @@ def test_bad_rows_are_counted_shown_and_refused_above_the_threshold(tmp_path):
     ]
     code, report = make(tmp_path, [*MATHS, *bad])
     assert code == 1 and report["refused"] == ["bad"] and report["bad"]["rows"] == 61
-    assert len(report["bad"]["shown"]) == module.MAX_SENTENCES and not (tmp_path / "out").exists()
-    first, empty = list(report["bad"]["shown"].items())[:2]
+    assert len(report["bad"]["shown"]) == module.MAX_SHOWN and not (tmp_path / "out").exists()
     hint = "name its column with map_keys={response: COLUMN}"
-    assert first[0] == f"expected response in column answer, found the columns problem; {hint}"
-    assert first[1] == {"rows": 1, "places": ["rows.jsonl:41"]}
-    assert empty[1] == {"rows": 30, "places": ["rows.jsonl:42", "rows.jsonl:43", "rows.jsonl:44"]}
+    text = f"rows.jsonl:41: expected response in column answer, found the columns problem; {hint}"
+    assert report["bad"]["shown"][0] == text
     share = 61 / 101
     assert make(tmp_path, [*MATHS, *bad], refuse_above={"bad": share - 0.001})[0] == 1
     assert make(tmp_path, [*MATHS, *bad], refuse_above={"bad": share + 0.001})[0] == 0
@@ -279,4 +277,4 @@ def test_the_command_line(tmp_path):
     assert code == 1 and "nothing written: too many rows are bad" in done.stderr and "rows.jsonl:41" in done.stderr
     code, done = run(yaml, "-o", tmp_path / "bad", "refuse_above={bad: 0.5}")
     assert code == 0 and "36 train rows, 4 test rows" in done.stdout
-    assert "bad: 1 rows, as rows.jsonl:41: expected" in done.stderr
+    assert "bad: rows.jsonl:41: expected" in done.stderr

@@ -38,7 +38,7 @@ from verl_patches.values import printable
 if TYPE_CHECKING:
     from datasets import Dataset
 
-MAX_SENTENCES, MAX_PLACES = 20, 3  # most sentences of a reason in the report, and places of each
+MAX_SHOWN = 20  # most rows of a reason in the report
 MAX_GOLD_WORDS = 4  # the reward compares longer gold answers, like any phrase, only as text
 _WORD_PATTERN = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 _BATCH_ROWS = 256
@@ -155,17 +155,13 @@ def _read_columns(made: Dataset, *names: str) -> Iterator[dict[str, Any]]:
 
 def _filter_rows(made: Dataset, dedupe: bool) -> tuple[dict[str, Any], list[tuple[int, int]], dict[str, int]]:
     """Return the report, (number, digest of the prompt) of each row that is kept, and the most tokens of a row."""
-    report: dict[str, Any] = {"read": len(made), **{reason: {"rows": 0, "shown": {}} for reason in REASON_LIMITS}}
+    report: dict[str, Any] = {"read": len(made), **{reason: {"rows": 0, "shown": []} for reason in REASON_LIMITS}}
     kept, seen, longest = [], set(), {"prompt": 0, "response": 0}
 
     def count_reason(reason: str, origin: str, sentence: str) -> None:
-        found = report[reason]
-        found["rows"] += 1
-        if sentence in found["shown"] or len(found["shown"]) < MAX_SENTENCES:
-            same = found["shown"].setdefault(sentence, {"rows": 0, "places": []})
-            same["rows"] += 1
-            if len(same["places"]) < MAX_PLACES:
-                same["places"].append(origin)
+        report[reason]["rows"] += 1
+        if len(report[reason]["shown"]) < MAX_SHOWN:
+            report[reason]["shown"].append(f"{origin}: {sentence}")
 
     for number, row in enumerate(_read_columns(made, *(name for name in RESULT_COLUMNS if name != "text"))):
         if row["reason"]:
