@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,18 +17,45 @@ from verl_patches.weights import load
 from verl_patches.weights.reader import WeightReader
 from verl_patches.weights.source import open_source
 
+LIMIT_S, READS = 3600.0, 3
+
+
+class SlowClock:
+    """Stand in for `time`: each sleep lasts more than the limit, and rank 1 has read a byte when it ends."""
+
+    def __init__(self, store: dist.Store):
+        self.store, self.now, self.slept = store, 0.0, 0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        if self.slept == READS:  # the last rank arrives
+            time.sleep(seconds)
+            return
+        self.now += LIMIT_S + 1
+        self.store.set(f"slept/{self.slept}", "")
+        self.store.wait([f"read/{self.slept}"])
+        self.slept += 1
+
 
 def wait_job() -> dict[str, object]:
-    """Return rank 0's error while no other rank arrives, and whether each rank then waits for the last one."""
+    """Return rank 0's error while no other rank reads, and whether it waits for rank 1, which reads now and then."""
     rank, found, store = dist.get_rank(), {}, dist.distributed_c10d._get_default_store()
     if rank == 0:
         try:
             load.wait_for_ranks("FOLDER", "late", 0)
         except RecipeError as error:
             found["late"] = str(error)
+        load.time = SlowClock(store)
     if rank == 1:
+        load.TELL_S, count = 0.0, load.read_counter("all")
+        for number in range(READS):
+            store.wait([f"slept/{number}"])
+            count(1)
+            store.set(f"read/{number}", "")
         store.set("the last rank arrives", "")
-    load.wait_for_ranks("FOLDER", "all", 600)
+    load.wait_for_ranks("FOLDER", "all", LIMIT_S)
     return found | {"waited": store.check(["the last rank arrives"])}
 
 

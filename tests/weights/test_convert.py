@@ -29,7 +29,6 @@ from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.model_folder import INDEX, MTP_LAYERS, QUANTIZATION
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.model.tiny import tiny_config
-from verl_patches.shared_files import lock_file
 from verl_patches.weights import convert as convert_module
 from verl_patches.weights.convert import convert
 from verl_patches.weights.manifest import TRACKER
@@ -216,17 +215,6 @@ def test_a_full_disk_is_said_before_and_leaves_nothing_that_looks_complete(tmp_p
         run(small, out, layout)
         open_source(out)
         out = tmp_path / "hf again"
-
-
-def test_a_file_that_another_process_writes_is_left_to_it(tmp_path, small):
-    file = tmp_path / "out" / ITERATION_FOLDER / "mp_rank_00_000_000" / f"{MODEL_FILE}.partial"
-    convert_module._prepare_folder(plan_conversion(open_source(small), SMALL_LAYOUT), tmp_path / "out")
-    file.parent.mkdir(parents=True)
-    with lock_file(file), pytest.raises(RecipeError, match="another process writes this file"):
-        run(small, tmp_path / "out", SMALL_LAYOUT)
-    assert file.exists()
-    run(small, tmp_path / "out", SMALL_LAYOUT)
-    assert not file.exists()
 
 
 def test_a_source_that_is_cut_off_meanwhile_is_named(tmp_path, small):

@@ -20,7 +20,6 @@ from verl_patches.weights.run_folders import (
     checkpoint_chain,
     data_facts,
     find_start,
-    folder_bytes,
     list_starts,
     path_to_resume,
     read_start,
@@ -199,23 +198,6 @@ def test_a_damaged_newest_checkpoint_is_named_with_the_next_older_whole_one(tmp_
     shutil.rmtree(tmp_path / "r/0001")
     with pytest.raises(ConfigError, match="no undamaged older checkpoint"):
         checkpoint_chain(read_start(start)).newest()
-
-
-def test_the_size_of_a_folder_counts_what_stays_when_a_part_is_removed_meanwhile(tmp_path, monkeypatch):
-    scandir = os.scandir
-    for name in "abc":
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").write_bytes(bytes(10))
-    assert folder_bytes(tmp_path) == 30 and folder_bytes(tmp_path / "absent") == 0
-
-    def gone(path):  # remove the first folder below tmp_path while it is read
-        if os.fspath(path) != str(tmp_path):
-            monkeypatch.setattr(os, "scandir", scandir)
-            shutil.rmtree(path)
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", gone)
-    assert folder_bytes(tmp_path) == 20 and len(names(tmp_path)) == 2
 
 
 # ---- what can be resumed from

@@ -154,20 +154,20 @@ def verify_command(folder: Folder, as_json: Json = False) -> None:
         checked = "names, shapes, sizes, and the CRC-32 of every record"
     else:
         checked = f"names, shapes, sizes and {INDEX}; a HF folder has no checksums"
-    found = []
+    contents = list[str]()
     if not problems:
         try:
             for each in opened:
                 source = open_source(each)
-                found.append(f"{source.kind}, {len(source.tensors)} tensors in {_source_dtypes(source)}")
+                contents.append(f"{source.kind}, {len(source.tensors)} tensors in {_source_dtypes(source)}")
         except ConfigError as error:
             problems = [str(error)]
     seconds = round(time.perf_counter() - start, 1)
     if as_json:
-        result = {"found": found, "checked": checked, "problems": problems, "seconds": seconds}
+        result = {"contents": contents, "checked": checked, "problems": problems, "seconds": seconds}
         print_json({"folder": str(folder), **result})
     else:
         for problem in problems:
             typer.echo(f"problem: {problem}")
-        typer.echo(f"{folder}: {'; '.join(found)}; {len(problems)} problems; checked: {checked}; {seconds} s")
+        typer.echo(f"{folder}: {'; '.join(contents)}; {len(problems)} problems; checked: {checked}; {seconds} s")
     raise typer.Exit(1 if problems else 0)

@@ -23,6 +23,7 @@ from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.layout.inventory import Inventory
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import Shard, local_parameters
+from verl_patches.processes import die_with_parent
 from verl_patches.reshard.parameters import NAMES_BY_LIBRARY
 from verl_patches.reshard.train_tensors import parameter_contents, train_tensors_from_native
 from verl_patches.shared_files import disk_errors, free_bytes, sync
@@ -116,15 +117,6 @@ def _check_small_files(source: Source, names: Iterable[str]) -> None:
 
 def _write_files(job: _Job, files: list[OutFile], processes: int) -> Iterator[tuple[OutFile, int]]:
     """Write `files` in `processes` processes, and yield (file, bytes read) as they end; an error ends the rest."""
-    if processes == 1 or len(files) < 2:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # the same as in each of several processes
-        try:
-            for file in files:
-                yield file, _write_file(job, file)
-        finally:
-            torch.set_num_threads(threads)
-        return
     fork = multiprocessing.get_context("fork")  # so that the large plan of 671B is not pickled
     with ProcessPoolExecutor(processes, fork, _start_process, (job,)) as pool:
         futures = {pool.submit(_write_file_in_process, file): file for file in files}
@@ -141,6 +133,7 @@ def _write_files(job: _Job, files: list[OutFile], processes: int) -> Iterator[tu
 
 
 def _start_process(job: _Job) -> None:
+    die_with_parent()
     torch.set_num_threads(1)  # other processes use the other cores; OpenMP's threads do not survive a fork
     _job.value = job
 
@@ -161,8 +154,7 @@ def _write_file(job: _Job, file: OutFile) -> int:
 
 def _write_hf(job: _Job, file: OutFile) -> int:
     """Write a file of a HF folder, a tensor at a time, and return the bytes read."""
-    read: list[int] = []
-    with WeightReader(job.plan.source, read.append, verify=True) as reader, NewFile(job.folder / file.name) as writer:
+    with WeightReader(job.plan.source, verify=True) as reader, NewFile(job.folder / file.name) as writer:
         writer.write(build_header(file.tensors, file.name))
         for entry in file.tensors:
             value = reader.read(entry.key)
@@ -171,7 +163,7 @@ def _write_hf(job: _Job, file: OutFile) -> int:
                 require_finite(value, entry.key)
             writer.write(tensor_bytes(value))
         writer.finish()
-    return sum(read)
+    return reader.read_bytes
 
 
 # ---- a file of Megatron's checkpoint
@@ -212,8 +204,7 @@ def write_megatron_file(
     `inventory`: in the dtypes that are written. The parameters are in memory meanwhile.
     """
     chunks = empty_chunks(inventory, layout, rank, library)
-    read: list[int] = []
-    with WeightReader(source, read.append, verify=True) as reader:
+    with WeightReader(source, verify=True) as reader:
         views = train_tensors_from_native(chunks, inventory, layout, rank, library).values()
         for held in sorted(views, key=lambda each: reader.position(each.region)):
             reader.copy(held.region, held.tensor)
@@ -229,4 +220,4 @@ def write_megatron_file(
                 raise OSError(errno.ENOSPC, str(error).splitlines()[0]) from error
         file.finish()
     sync(path.parent)
-    return sum(read)
+    return reader.read_bytes

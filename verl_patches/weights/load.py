@@ -6,14 +6,15 @@ that a weight sync reads too (reshard/train_tensors.py), in the order in which t
 
 Ranks read at different speeds (disks, caches, the embedding's stage). If one is much later than the others, their first
 collective after loading ends in a timeout that does not name it. So each rank notes in torch.distributed's store that
-it has loaded, and waits there for the others (`wait_for_ranks`). Its heartbeat shows its progress.
+it has loaded, and waits there for the others, as long as any of them reads bytes (`wait_for_ranks`). Its heartbeat shows
+its progress.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from verl_patches.weights.reader import WeightReader
 from verl_patches.weights.source import open_source
 
 POLL_S = 0.2
+TELL_S = 1.0  # a rank tells those that wait for it at most this often that it reads
 _HEAD = "output_layer."  # part of the names of the head's parameters
 WAIT_S = 3600.0  # the default; recipe.timeouts.load_s sets it in a run
 
@@ -60,13 +62,7 @@ def load_weights(
     layout = layout or model_layout(chunks)
     source = open_source(folder)
     regions = _regions(chunks, source.inventory, layout, line, head_only)
-    read_bytes: list[int] = []
-
-    def count(size: int) -> None:
-        read_bytes.append(size)
-        current_heartbeat().count_bytes(size)
-
-    with WeightReader(source, count) as reader, torch.no_grad():
+    with WeightReader(source, read_counter(key)) as reader, torch.no_grad():
         for region, view in regions:
             if region.name not in source.tensors:
                 draw_head(region.name, view, folder)
@@ -74,28 +70,44 @@ def load_weights(
         for region, view in sorted(regions, key=lambda item: reader.position(item[0])):
             reader.copy(region, view)
     wait_for_ranks(str(folder), key, wait_s)
-    return sum(read_bytes)
+    return reader.read_bytes
+
+
+def read_counter(key: str) -> Callable[[int], None]:
+    """Return a function that counts bytes read for the heartbeat, and for the ranks that wait for the load `key`."""
+    told = -math.inf
+
+    def count(size: int) -> None:
+        nonlocal told
+        current_heartbeat().count_bytes(size)
+        if dist.is_initialized() and time.monotonic() - told >= TELL_S:
+            told = time.monotonic()
+            dist.distributed_c10d._get_default_store().add(f"{key}/reads", 1)
+
+    return count
 
 
 def wait_for_ranks(what: str, key: str, limit_s: float) -> None:
     """Wait until every rank of torch.distributed has called this with `key`, which no other load has used.
 
-    Raise RecipeError that names the late ranks after `limit_s`. Only operations of the store that return at once are
-    used: its own wait blocks every other thread of the process that uses the store, such as the watchdog of a process
-    group.
+    Raise RecipeError that names the late ranks if none has read a byte for `limit_s`. Only operations of the store that
+    return at once are used: its own wait blocks every other thread of the process that uses the store, such as the
+    watchdog of a process group.
     """
     if not dist.is_initialized():
         return
-    store, start = dist.distributed_c10d._get_default_store(), time.monotonic()
+    store, before, grown_at = dist.distributed_c10d._get_default_store(), -1, 0.0
     keys = [f"{key}/rank/{rank}" for rank in range(dist.get_world_size())]
     store.set(keys[dist.get_rank()], "")
     current_heartbeat().begin_phase(LOADED)
     while not store.check(keys):
-        if time.monotonic() - start > limit_s:
+        if (reads := store.add(f"{key}/reads", 0)) != before:
+            before, grown_at = reads, time.monotonic()
+        elif time.monotonic() - grown_at > limit_s:
             late = [str(rank) for rank, each in enumerate(keys) if not store.check([each])]
             raise RecipeError(
-                f"{what}: rank {dist.get_rank()} has loaded it, and waited {limit_s:.0f} s for rank {', '.join(late)}; "
-                "check their nodes' disks, or raise recipe.timeouts.load_s"
+                f"{what}: rank {dist.get_rank()} has loaded it, and for {limit_s:.0f} s none of rank {', '.join(late)} "
+                "has read a byte; check their nodes' disks, or raise recipe.timeouts.load_s"
             )
         time.sleep(POLL_S)
     current_heartbeat().begin_phase("")

@@ -90,6 +90,7 @@ class WeightReader:
         read_whole: bool = False,
     ):
         self.source, self.progress, self.verify, self.read_whole = source, progress, verify, read_whole
+        self.read_bytes = 0
         self._block = source.block or (1, 1)  # not used without FP8
         self._open_files = ExitStack()
         self._handles: dict[str, int] = {}
@@ -325,6 +326,7 @@ class WeightReader:
                     "became shorter after it was opened; check it and run the command again"
                 )
             done += count
+            self.read_bytes += count
             self.progress(count)
 
     def _handle(self, file: str) -> int:

@@ -143,7 +143,9 @@ def open_source(folder: str | Path) -> Source:
         require_whole_folder(folder)
     model = read_model_shape(read_config(folder))
     config, inventory = read_stored_config(folder), build_inventory(model)
-    kind, layout, left_out, states = "hf", None, (), {}
+    kind, layout = "hf", None
+    left_out: tuple[str, ...] = ()
+    states: dict[tuple[str, str], list[StoredState]] = {}
     if is_megatron:
         found = read_folder(folder, inventory)
         kind, stored, layout, left_out = "megatron", found.parts, str(found.layout), found.left_out
@@ -260,7 +262,7 @@ def _fp8_block(folder: Path, config: Mapping[str, Any]) -> tuple[int, int] | Non
     found = config.get(QUANTIZATION)
     if found is None:
         return None
-    sizes = found.get("weight_block_size") or ()
+    sizes = found.get("weight_block_size") or []
     if len(sizes) != 2 or found.get("fmt", "e4m3") != "e4m3":
         raise ConfigError(
             f"{folder / 'config.json'}: {QUANTIZATION}: expected fmt e4m3 and weight_block_size of two numbers, "

@@ -158,26 +158,6 @@ def test_bad_rows_are_counted_shown_and_refused_above_the_threshold(tmp_path):
     assert make(tmp_path, [*MATHS, *bad], refuse_above={"bad": share + 0.001})[0] == 0
 
 
-def test_a_second_build_of_the_same_data_has_nothing_of_the_first(tmp_path):
-    """Check equal input under other keys, in one process and folder, against a first build of each."""
-    rows = [{"problem": f"What is {n}?", "answer": n, "other": n + 1} for n in range(8)]
-    keys = [{}, {"prompt_type": "boxed"}, {"map_keys": {"response": "other"}}, {"seed": 5}, {"test_size": 3}]
-    keys += [{"prompt_type": "think", "data_source": "mine"}, {}]
-    found = []
-    for number, each in enumerate(keys):
-        make(tmp_path, rows, **each)
-        make(tmp_path, rows, out=f"first{number}", **each)
-        found.append(contents(tmp_path / "out"))
-        assert found[-1] == contents(tmp_path / f"first{number}")
-    assert found[0] == found[-1] and len({one["train.parquet"] for one in found}) == len(keys) - 1
-
-
-def test_an_example_shows_what_is_trained(tmp_path):
-    pair = {"prompt": "Say 1.", "chosen": "1!", "rejected": "no"}
-    example = make(tmp_path, [pair, {**pair, "prompt": "Say 2."}], "preference", shuffle=False)[1]["example"]
-    assert example == {"prompt": [{"role": "user", "content": "Say 2."}], "chosen": "1!", "rejected": "no"}
-
-
 @pytest.mark.slow
 def test_an_example_is_rendered_by_the_tokenizer(tmp_path, tiny_model):
     pair, keys = {"prompt": "Say 1.", "chosen": "1!", "rejected": "no"}, {"tokenizer_name_or_path": str(tiny_model)}

@@ -4,12 +4,8 @@ tests/loop/test_smoke.py makes such data from a real run.
 """
 
 import json
-import os
-import pty
 import shlex
 import shutil
-import subprocess
-import sys
 import uuid
 
 import numpy as np
@@ -118,15 +114,6 @@ def made(run, tmp_path, name="out", **choice):
 
 def texts(rows, *columns):
     return [(row["prompt"][-1]["content"], *(row[name] for name in columns)) for row in rows]
-
-
-def test_scores_are_recorded_in_the_order_of_the_responses(run):
-    from safetensors.torch import load_file
-
-    found = load_file(run / "rollouts" / "scores_2.safetensors")
-    assert found["score"].tolist() == torch.tensor([score for _, _, score, _ in STEPS[2]]).tolist()
-    assert torch.equal(found["score"], found["reward/made"])
-    assert [uuid.UUID(bytes=bytes(uid.tolist())).int for uid in found["uid"]] == [2002] * 4 + [2000] * 4
 
 
 def test_the_best_of_each_prompt(run, tmp_path):
@@ -327,21 +314,6 @@ def test_samples_are_chosen_and_ordered(run, tokenizer):
     assert shown(run, "--cut") == []
     record(run, 3, [(0, "1" * (R_WIDTH - 1), 0.0, True), (0, "1" * R_WIDTH, 0.0, False)], [], tokenizer, [5])
     assert [row for row, _ in shown(run, "--cut")] == [0, 1]  # both have as many tokens as the limit allows
-
-
-def test_a_terminal_shows_one_sample_at_a_time_until_q(run):
-    terminal, end = pty.openpty()
-    command = [sys.executable, "-m", "verl_patches", "samples", str(run), "--worst"]
-    with subprocess.Popen(command, stdin=end, stdout=end, stderr=end, env={**os.environ, "TERM": "xterm"}) as process:
-        os.close(end)
-        output = b""
-        for key, count in ((b"\n", 1), (b"q\n", 2)):
-            while output.count(b"q: end") < count:
-                output += os.read(terminal, 4096)
-            os.write(terminal, key)
-        assert process.wait() == 0
-    os.close(terminal)
-    assert output.count(b", sample ") == 2
 
 
 @pytest.mark.parametrize(

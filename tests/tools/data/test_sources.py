@@ -1,6 +1,5 @@
 """Test reading of three kinds of file, folders, HF datasets and remote files; bad rows are named by line."""
 
-import hashlib
 import json
 import sys
 
@@ -140,20 +139,7 @@ def test_remote_files_are_read_through_fsspec(tmp_path, monkeypatch):
         read_url("s3://bucket/none", tmp_path)
 
 
-def test_without_its_package_an_address_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "s3fs", None)
-    with pytest.raises(ConfigError, match="s3fs is not installed; pip install s3fs"):
-        read_url("s3://bucket/rows.jsonl", tmp_path)
-
-
 def test_credentials_in_an_address_are_refused_and_not_shown(tmp_path):
     with pytest.raises(ConfigError, match="pass credentials in environment variables") as error:
         read_url("s3://user:word@bucket/x.json", tmp_path)
     assert "bucket" not in str(error.value)
-
-
-def test_facts_of_a_file_need_nothing_that_python_3_10_lacks(tmp_path, monkeypatch):
-    monkeypatch.delattr(hashlib, "file_digest", raising=False)
-    text = "a" * (3 << 19)  # more than one block
-    expected = {"name": "rows.json", "bytes": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
-    assert sources.file_facts(write(tmp_path, text)) == expected

@@ -1,15 +1,13 @@
 """Test prompts from files, their refusals, and chat templates."""
 
 import json
-import shutil
-from pathlib import Path
 
 import pyarrow
 import pytest
 from pyarrow.parquet import write_table
 
 from verl_patches.errors import ConfigError
-from verl_patches.tools.data.sources import prompt_tokens, read_tokenizer, render_chat
+from verl_patches.tools.data.sources import read_tokenizer, render_chat
 from verl_patches.tools.inference.answers import read_prompts
 
 USER = {"role": "user", "content": "1 2 3"}
@@ -94,29 +92,3 @@ def test_a_template_that_fails_is_refused(tokenizer, write, monkeypatch, templat
         render_chat(tokenizer, [USER])
     with pytest.raises(ConfigError, match=f"p.jsonl:1: column prompt: .*{words}"):
         read_prompts([write({"prompt": [USER]})], "prompt", tokenizer, 100)
-
-
-OWN_TOKENIZER = """
-from transformers import PreTrainedTokenizerFast
-
-class Own(PreTrainedTokenizerFast):
-    def __call__(self, text, **options):
-        return {}["input"]
-"""
-
-
-def test_an_error_of_a_models_own_tokenizer_names_its_line(tiny_model, tmp_path, monkeypatch):
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
-    monkeypatch.syspath_prepend(str(tmp_path / "cache"))
-    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    config |= {"auto_map": {"AutoTokenizer": [None, "tokenization_own.Own"]}, "tokenizer_class": "Own"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "tokenization_own.py").write_text(OWN_TOKENIZER)
-    with pytest.raises(
-        ValueError, match=r"text that the tokenizer takes; found .*/tokenization_own.py:6: KeyError: 'input'$"
-    ):
-        prompt_tokens(read_tokenizer(folder, True), "text")
-    (folder / "tokenization_own.py").write_text("\n" + "missing\n")
-    with pytest.raises(ConfigError, match=r"found .*/tokenization_own.py:2: NameError: name 'missing'"):
-        read_tokenizer(folder, True)

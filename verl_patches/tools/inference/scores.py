@@ -107,5 +107,5 @@ def bootstrap_interval(means: Sequence[float]) -> tuple[float, float]:
 
     given = np.array(means)
     drawn = np.random.default_rng(0).choice(given, (BOOTSTRAP_DRAWS, len(given))).mean(1)
-    low, high = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    return float(low), float(high)
+    low, high = ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)
+    return float(np.quantile(drawn, low)), float(np.quantile(drawn, high))
