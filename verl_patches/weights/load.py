@@ -6,8 +6,8 @@ that a weight sync reads too (reshard/train_tensors.py), in the order in which t
 
 Ranks read at different speeds (disks, caches, the embedding's stage). If one is much later than the others, their first
 collective after loading ends in a timeout that does not name it. So each rank notes in torch.distributed's store that
-it has loaded, and waits there for the others, as long as any of them reads bytes (`wait_for_ranks`). Its heartbeat shows
-its progress.
+it has loaded, and waits there for the others, as long as any of them reads bytes (`wait_for_ranks`). Its heartbeat
+shows its progress.
 """
 
 from __future__ import annotations
