@@ -232,7 +232,6 @@ def test_wrong_use_is_refused_by_name(tmp_path, small):
     make_fp8_folder(tmp_path / "a", SMALL)
     fp8 = tmp_path / "a" / "fp8"
     for source, layout, dtype, words in (
-        (small, None, "int8", "expected one of bf16, keep"),
         (fp8, None, "keep", "is stored in FP8; expected bf16"),
         (small, parse_layout("tp3 @3"), None, "tp=3 must divide num_attention_heads 4"),
         (small, parse_layout("tp1 ep4 @4"), None, "ep=4 must divide the number of routed experts 6"),

@@ -24,8 +24,16 @@ from verl_patches.shared_files import replacing, write_whole
 from verl_patches.step.rows import render_chat
 from verl_patches.tools.data.sources import prompt_tokens, read_tokenizer
 from verl_patches.tools.inference import scores
-from verl_patches.tools.inference.answers import Prompt, answers, read_prompts, response_fields
-from verl_patches.tools.inference.model import Model, find_model, restart_in_environment, validation_sampling
+from verl_patches.tools.inference.model import (
+    Model,
+    Prompt,
+    answers,
+    find_model,
+    read_prompts,
+    response_fields,
+    restart_in_environment,
+    validation_sampling,
+)
 from verl_patches.upstream.checkouts import find_trees
 from verl_patches.values import printable
 

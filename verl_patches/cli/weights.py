@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -23,7 +23,7 @@ from verl_patches.weights.manifest import (
     read_manifest,
 )
 from verl_patches.weights.megatron import crc_problems
-from verl_patches.weights.plan import ConversionPlan, plan_conversion
+from verl_patches.weights.plan import plan_conversion
 from verl_patches.weights.run_folders import checkpoint_chain, find_start, require_start
 from verl_patches.weights.source import INDEX, Source, open_source
 
@@ -36,8 +36,6 @@ PROCESSES_HELP = "Files that are written at a time; default: one per core, fewer
 
 app = typer.Typer(no_args_is_help=True, help="Convert, export and verify weights on disk.")
 Folder = Annotated[Path, typer.Argument(help="A HF folder, a Megatron folder or a checkpoint.", show_default=False)]
-
-
 Processes = Annotated[int | None, typer.Option(help=PROCESSES_HELP, min=1)]
 
 
@@ -48,7 +46,7 @@ def convert_command(
     layout: Annotated[str | None, typer.Option(help=LAYOUT_HELP)] = None,
     hf: Annotated[bool, typer.Option("--hf", help="Write a HF folder.")] = False,
     line: Annotated[Literal["a3", "pypi"], typer.Option(help=LINE_HELP)] = "a3",
-    dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
+    dtype: Annotated[Literal["bf16", "keep"] | None, typer.Option(help=DTYPE_HELP)] = None,
     processes: Processes = None,
     as_json: Json = False,
 ) -> None:
@@ -65,18 +63,15 @@ def convert_command(
 
     with progress_bar("convert", sum(file.size_bytes for file in plan.files)) as advance:
         done = convert(plan, destination, processes, advance)
-    result = _plan_summary(plan) | done._asdict() | {"seconds": round(time.perf_counter() - start, 1)}
+    seconds, left_out = round(time.perf_counter() - start, 1), len(opened.left_out)
     if as_json:
-        print_json(result)
+        facts = {"source": str(opened.folder), "layout": layout, "dtype": plan.dtype, "left_out": left_out}
+        print_json(facts | done._asdict() | {"seconds": seconds})
         return
-    left_out = (
-        f"; left out: {len(opened.left_out)} tensors of multi-token prediction or of rotary frequencies"
-        if opened.left_out
-        else ""
-    )
     typer.echo(
         f"{destination}: {done.written} files written, {done.kept} kept; {done.read_bytes / GB:.3f} GB read, "
-        f"{done.write_bytes / GB:.3f} GB written in {result['seconds']} s{left_out}"
+        f"{done.write_bytes / GB:.3f} GB written in {seconds} s; {left_out} tensors of multi-token prediction or of "
+        "rotary frequencies left out"
     )
 
 
@@ -101,19 +96,6 @@ def _newest_checkpoint(path: Path) -> Path:
     if (newest := checkpoint_chain(require_start(run)).newest()) is None:
         raise ConfigError(f"weights export: {run}: expected a complete checkpoint, found none, also of earlier starts")
     return newest
-
-
-def _plan_summary(plan: ConversionPlan) -> dict[str, Any]:
-    source, names = plan.source, [file.name for file in plan.files]
-    return {
-        "source": str(source.folder),
-        "from": f"{source.kind}, {_source_dtypes(source)}",
-        "to": f"{plan.kind}, {plan.dtype}",
-        "layout": None if plan.layout is None else str(plan.layout),
-        "tensors": len(source.tensors),
-        "left_out": len(source.left_out),
-        "files": len([*names, *plan.texts, *plan.copies]),
-    }
 
 
 def _source_dtypes(source: Source) -> str:

@@ -33,7 +33,6 @@ from verl_patches.weights.manifest import (
 from verl_patches.weights.megatron import ITERATION_FOLDER, ranks_by_file
 from verl_patches.weights.source import SAFETENSORS_NAMES, Source
 
-DTYPE_OPTIONS = ("bf16", "keep")
 LIBRARY_BY_LINE = {"a3": "mindspeed", "pypi": "megatron-local"}  # line (set of pins) -> key of sharding.LIBRARIES
 FILE_BYTES = 4_300_000_000  # most bytes of a file of a HF folder, about those of DeepSeek's own files
 MAX_PROCESSES = 8  # most processes that write files at the same time, on as many cores
@@ -73,11 +72,6 @@ class ConversionPlan:
     copies: tuple[str, ...]
     identity: str
 
-    @property
-    def kind(self) -> str:
-        """Return the kind of folder that is written: "hf" or "megatron"."""
-        return "megatron" if self.layout else "hf"
-
 
 def plan_conversion(
     source: Source,
@@ -116,8 +110,6 @@ def plan_conversion(
 
 
 def _check_dtype(source: Source, layout: ParallelLayout | None, dtype: str) -> None:
-    if dtype not in DTYPE_OPTIONS:
-        raise ConfigError(f"--dtype {dtype}: expected one of {', '.join(DTYPE_OPTIONS)}")
     if dtype != "bf16" and source.block:
         raise ConfigError(
             f"--dtype {dtype}: {source.folder} is stored in FP8; expected bf16 (to keep FP8, copy the folder)"

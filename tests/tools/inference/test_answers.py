@@ -8,7 +8,7 @@ from pyarrow.parquet import write_table
 
 from verl_patches.errors import ConfigError
 from verl_patches.tools.data.sources import read_tokenizer, render_chat
-from verl_patches.tools.inference.answers import read_prompts
+from verl_patches.tools.inference.model import read_prompts
 
 USER = {"role": "user", "content": "1 2 3"}
 

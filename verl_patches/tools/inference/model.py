@@ -1,4 +1,4 @@
-"""Find what `generate`, `chat` and `eval` run: the weights that a user names, and the configuration of their run.
+"""Find the weights that a user names and the configuration of their run, and answer prompts with them.
 
 Weights are read in place, in any format of weights/source.py. Those of a run and its checkpoints have the settings of
 the run's config.yaml, others those of a file of configs/.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from verl_patches.run.environment import CONFIG_FILE, environment_variables, pro
 from verl_patches.run.resolve import resolve
 from verl_patches.run.verl_values import check_recipe, check_verl_values
 from verl_patches.spec import RunSpec, Trees
+from verl_patches.tools.data.sources import prompt_tokens, read_rows
 from verl_patches.upstream.checkouts import (
     VERL_CONFIG,
     add_platform_trees,
@@ -135,3 +136,64 @@ def validation_sampling(run: RunSpec) -> dict[str, Any]:
     if given.do_sample:
         return {**sampling, "temperature": given.temperature, "top_p": given.top_p, "top_k": given.top_k}
     return {**sampling, "temperature": 0.0}
+
+
+# ---- prompts and answers
+
+
+class Prompt(NamedTuple):
+    """Hold a row, its number in all files from 0, and its prompt as tokens."""
+
+    number: int
+    row: dict[str, Any]
+    tokens: list[int]
+
+
+def read_prompts(
+    files: Sequence[Path], key: str, tokenizer: Any, most: int, skip: bool = False
+) -> tuple[list[Prompt], int]:
+    """Return (the prompts of JSON and parquet files in order, how many were left out).
+
+    key: the column of prompts: messages for the tokenizer's chat template, or literal text. most: tokens of a
+    prompt; longer ones are refused, or left out with `skip`, as verl does with data.filter_overlong_prompts. Raise
+    ConfigError, with file and row, for a row that cannot be used.
+    """
+    prompts, left_out = list[Prompt](), 0
+    for file in files:
+        for line, row in read_rows(file):
+            try:
+                if not isinstance(row, dict):
+                    raise ValueError(f"expected a JSON object, found {str(row):.200}")
+                tokens = prompt_tokens(tokenizer, row.get(key))
+                if len(tokens) > most and not skip:
+                    raise ValueError(f"expected a prompt of at most {most} tokens, found {len(tokens)}")
+            except ValueError as error:
+                raise ConfigError(f"{file}:{line}: column {key}: {error}") from None
+            if len(tokens) > most:
+                left_out += 1
+            else:
+                prompts.append(Prompt(len(prompts) + left_out, row, tokens))
+    if not prompts:
+        raise ConfigError(f"{', '.join(map(str, files)) or 'no file'}: expected rows with a prompt, found none")
+    return prompts, left_out
+
+
+def answers(
+    model: Model, source: Source, prompts: Sequence[Prompt], sampling: Mapping[str, Any]
+) -> Iterator[tuple[Prompt, list[Any]]]:
+    """Yield each prompt with the engine's responses to it, of the weights of `source`; frees the engine before."""
+    from verl_patches.tools.inference import engine as engines  # imports vllm
+
+    params = engines.prompt_params(sampling, len(prompts))
+    tokens = [prompt.tokens for prompt in prompts]
+    length = min(model.length, max(map(len, tokens)) + sampling["max_tokens"])
+    with engines.start_engine(source.folder, model.run, length) as generate:
+        responses = generate(tokens, params)
+    del generate  # which holds the engine
+    yield from zip(prompts, responses, strict=True)
+
+
+def response_fields(response: Any, tokenizer: Any) -> dict[str, Any]:
+    """Return a response for JSON; finish: stop or length."""
+    text = tokenizer.decode(response.tokens, skip_special_tokens=True)
+    return {"text": text, "tokens": len(response.tokens), "finish": response.finish}
