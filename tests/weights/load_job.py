@@ -137,24 +137,13 @@ def copies_job(folder: Path, other: Path) -> dict[str, object]:
     params = Params(reference)
     params.offload()
     found["actor after offload"] = load_second()
-    state = reference[0].recipe_offload_state
-    found["offloaded again"] = state.offloaded and not any(
-        p.untyped_storage().nbytes() for p in reference[0].parameters()
-    )
     params.load()
-    found["reference unlike"] = _unequal_names(_named_values(reference), read[torch.float32])
     found["another folder"] = load_second(path=other)
     found["bf16"] = load_second(torch.bfloat16)
     copy_source.value = str(folder), reference, False
     with torch.no_grad():
         next(iter(reference[0].parameters())).add_(1)
     found["control"] = load_second()
-    for chunk in reference:
-        for parameter in chunk.parameters():
-            parameter.data = parameter.data.to(
-                "cpu", torch.float64
-            ).float()  # verl's offload moves parameters to other memory, too
-    found["after verl's offload"] = load_second()
     return found
 
 

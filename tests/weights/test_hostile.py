@@ -2,12 +2,10 @@
 
 import json
 import os
-import shutil
 
 import pytest
 import torch
 
-from tests.layout.public_folder import config_of_transformers_5
 from tests.weights.cases import (
     QUANTIZED,
     SMALL,
@@ -140,21 +138,6 @@ def test_large_values_are_finite_and_rounding_to_infinity_is_refused(tmp_path):
 
 
 # ---- folders of Hugging Face's cache and of transformers 5
-
-
-def test_a_folder_of_transformers_5_is_written_with_the_names_of_4(tmp_path):
-    """Write one dtype, that of the written weights, and the same positions."""
-    make_folder(tmp_path / "old", SMALL | {"torch_dtype": "float32"})
-    shutil.copytree(tmp_path / "old", tmp_path / "new")
-    (tmp_path / "new" / "config.json").write_text(
-        json.dumps(config_of_transformers_5(SMALL | {"torch_dtype": "float32"}))
-    )
-    written = []
-    for name in ("old", "new"):
-        run(tmp_path / name, tmp_path / f"out_{name}", dtype="bf16")
-        written.append(json.loads((tmp_path / f"out_{name}" / "config.json").read_text()))
-    written[1].pop("transformers_version")
-    assert written[0] == written[1] and written[1]["torch_dtype"] == "bfloat16"
 
 
 def test_a_folder_of_hugging_faces_cache_is_read(tmp_path):

@@ -58,12 +58,10 @@ def test_the_actor_copies_the_reference_and_reads_nothing(folders, run_ranks):
         assert size > 0 and found["actor after an actor"][0] == []  # a trained model is not copied from
         assert found["reference"][1] == size and found["reference"][0]  # it was not loaded yet
         assert found["actor"] == found["actor after offload"] == nothing
-        assert found["offloaded again"] and found["reference unlike"] == []
         assert found["bf16"] == ([], size)  # a model of another dtype reads the folder again
         assert found["another folder"][1] == size and found["another folder"][0]
         unlike, read = found["control"]
         assert len(unlike) == 1 and read == 0  # the changed value came from the reference
-        assert found["after verl's offload"] == found["control"]
 
 
 def test_the_wait_lasts_as_long_as_a_rank_reads_and_names_those_that_do_not(run_ranks):

@@ -25,7 +25,6 @@ from verl_patches.spec import read_run
 from verl_patches.step.objectives import dataset
 from verl_patches.step.replay.recording import save_scores, save_step
 from verl_patches.tools.data.from_rollouts import Choice, write_rollout_data
-from verl_patches.tools.data.samples import read_samples
 from verl_patches.weights.run_folders import take_start
 
 PROMPTS = ["one two", "three", "four", "never sampled"]
@@ -327,9 +326,3 @@ def test_samples_are_chosen_and_ordered(run, tokenizer):
 def test_samples_that_are_not_there_are_one_sentence(run, options, error, words):
     with pytest.raises(error, match=words):
         CliRunner().invoke(app, ["samples", str(run), *options], catch_exceptions=False)
-
-
-def test_samples_of_a_run_that_recorded_nothing_name_the_key(run):
-    shutil.rmtree(run / "rollouts")
-    with pytest.raises(ConfigError, match="recipe.rollout.record=true"):
-        next(read_samples(run))

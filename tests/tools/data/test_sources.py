@@ -68,18 +68,6 @@ def test_a_text_of_parquet_that_is_not_utf8_is_refused(tmp_path):
         read(tmp_path / "a.parquet")
 
 
-def test_a_page_or_a_pointer_in_place_of_data_is_named_as_such(tmp_path):
-    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345678\n"
-    for text, words in (
-        ("<!doctype html>\n<html>", "is a web page"),
-        (pointer, "is a Git LFS pointer"),
-        ("", "is empty"),
-    ):
-        for name in ("rows.json", "rows.jsonl", "rows.parquet"):
-            with pytest.raises(ConfigError, match=f"{name} {words}"):
-                read(write(tmp_path, text, name))
-
-
 def test_parquet_folders_and_datasets(tmp_path):
     rows = [{**ROW, "answer": str(number)} for number in range(600)]
     folder = tmp_path / "folder"
