@@ -300,6 +300,7 @@ def test_a_yaml_of_mindspeed_rl(tmp_path):
     ({"seq_length": 10}, "seq_length counts tokens: expected tokenizer_name_or_path"),
     ({"map_keys": {"promt": "q"}}, "map_keys: unknown key promt; did you mean prompt"),
     ({"dataset_additional_keys": ["origin"]}, "extra_info already has origin"),
+    ({"output_prefix": "s3://b/c"}, "expected a local folder"),
     ({"prompt_type": "boxed", "handler_name": "text"}, "makes rows without a prompt"),
 ])  # fmt: skip
 def test_wrong_keys_are_refused_in_one_sentence(tmp_path, keys, message):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -173,7 +174,9 @@ def _start_ranks(folder: Path, run: RunSpec, length: int) -> Iterator[Generate]:
     with ExitStack() as stack:
         if "_temp_dir" in options:
             options["_temp_dir"] = str(stack.enter_context(short_temp_dir()) / RAY_FOLDER)
+        sigterm_handler = signal.getsignal(signal.SIGTERM)
         ray_start.start_ray(**options)
+        signal.signal(signal.SIGTERM, sigterm_handler)  # replaces Ray's own handler
         stack.callback(ray.shutdown)
         pool = RayResourcePool([trainer.n_gpus_per_node] * trainer.nnodes, use_gpu=True, max_colocate_count=1)
         kind = RayClassWithInitArgs(ray.remote(EngineWorker))
