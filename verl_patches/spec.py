@@ -53,15 +53,14 @@ class NextStart:
 
     resumed, step: the checkpoint that it starts from, and the step after which that was written. parent: the start of
     this run that it continues, and the step; None where it begins a chain. held: number of checkpoints of the chain.
-    others: a sentence about the bytes of checkpoints outside the chain, "" without any. name: its folder, such as 0001;
-    None before it is made. by_launcher: whether the launcher made it; checkpoints then lie in that folder too.
+    name: its folder, such as 0001; None before it is made. by_launcher: whether the launcher made it; checkpoints then
+    lie in that folder too.
     """
 
     resumed: Path | None = None
     step: int | None = None
     parent: tuple[str, int] | None = None
     held: int = 0
-    others: str = ""
     name: str | None = None
     by_launcher: bool = False
 

@@ -44,7 +44,6 @@ ENDS = {  # {command: {exit code: its words}}; DIR is a folder of the test
     "weights convert": {2: "DIR/absent DIR/out --hf"},
     "weights export": {2: "DIR/absent DIR/out"},
     "weights verify": {1: "DIR/damaged", 2: "DIR/absent"},
-    "weights show": {2: "DIR/absent"},
 }
 
 

@@ -10,6 +10,7 @@ import torch
 from loop_runs import ACTOR, REF, TP2EP2, VERIFY, assert_weights_arrive, hook, read_metrics, resume_overrides
 from safetensors.torch import load_file
 
+from tests.weights.cases import copy_in_fp8
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.model.tiny import make_tiny_model
 from verl_patches.weights.convert import convert
@@ -48,7 +49,7 @@ def test_dp_ranks_with_uneven_sequences_do_not_hang(smoke):
 
 def test_weights_of_an_fp8_folder_arrive_in_bf16_and_are_read_once(smoke, tiny_model, tmp_path):
     """Test row model.load_hf: the reference reads the folder, the actor copies it; vLLM gets it by the weight sync."""
-    convert(plan_conversion(open_source(tiny_model), dtype="fp8"), tmp_path / "fp8")
+    copy_in_fp8(tiny_model, tmp_path / "fp8")
     stored = sum(path.stat().st_size for path in (tmp_path / "fp8").glob("*.safetensors"))
     options = VERIFY, "recipe.expert_load=true", "algo=pass_k", f"actor_rollout_ref.model.path={tmp_path / 'fp8'}"
     run = smoke("--dtype", "bf16", "--steps", "2", *options)

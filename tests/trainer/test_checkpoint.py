@@ -187,13 +187,6 @@ def test_a_checkpoint_is_whole_with_its_critic_alone(saves, tmp_path):
         with_critic(saves(**checkpoint_path(3, tmp_path))).load()
 
 
-def test_a_checkpoint_under_the_name_of_another_step_is_refused(saves, tmp_path):
-    save(saves(), 3)
-    shutil.copytree(tmp_path / "global_step_3", tmp_path / "global_step_7")
-    with pytest.raises(ConfigError, match="global_step_7, found step 3"):
-        saves(**checkpoint_path(7, tmp_path)).load()
-
-
 def test_an_error_of_a_writing_worker_stops_the_run_and_leaves_nothing_complete(saves, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "_GRACE_S", 0.1)
     run = saves()

@@ -19,7 +19,6 @@ from rich.text import Text
 from verl_patches.heartbeat.heartbeat import ranks_text
 from verl_patches.patching.boot.install_prelude import LINE_NUMBER_NOTE
 from verl_patches.patching.report import NOT_RUN, Report
-from verl_patches.plan.serving import serving_text
 from verl_patches.spec import RunSpec
 from verl_patches.values import printable, size_text
 
@@ -163,7 +162,7 @@ def print_screen(plan: Mapping[str, Any], run: RunSpec | None) -> None:
 
 
 def _screen_rows(plan: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
-    """Yield (label, text, most lines) of what fails, layouts, memory, seconds and disks."""
+    """Yield (label, text, most lines) of what fails, layouts, memory, seconds, the other level and disks."""
     checks, step = plan["checks"], plan["step"]
     failed = [check for check in checks if not check["ok"]]
     for check in failed[:_SHOWN_FAULTS]:
@@ -186,6 +185,8 @@ def _screen_rows(plan: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
         for each in step["phases"] if plan["ok"] else ():
             if each["seconds"]:
                 yield each["phase"], _seconds_text(each["range_s"], each["seconds"], each.get("quoted_s")), 1
+    if plan["level"] and plan["ok"]:
+        yield "level", _level_text(plan["level"]), 2
     notes = [check["name"] for check in checks if check["note"] and check["name"] not in _SCREEN_CHECKS]
     if notes:
         yield "notes on", f"{', '.join(dict.fromkeys(notes))} (--all)", 1
@@ -194,6 +195,17 @@ def _screen_rows(plan: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
 def _seconds_text(bounds: Sequence[float], seconds: float, quoted: float | None) -> str:
     beside = "" if quoted is None else f", {quoted:.1f} by quoted constants"
     return f"{bounds[0]:7.1f} to {bounds[1]:7.1f} s (modelled {seconds:.1f}{beside})"
+
+
+def _level_text(level: Mapping[str, Any]) -> str:
+    """Return the seconds of a step at another level, and what differs there."""
+    shown = (key for key in level["keys"] if not key.startswith("critic."))  # those of the actor
+    text, keys = level["other"], dict.fromkeys(".".join(key.split(".")[-2:]) for key in shown)
+    if level["saves_s"] is not None:
+        low, high = level["range_s"]
+        change = f"{abs(level['saves_s']):.0f} s {'more' if level['saves_s'] > 0 else 'less'}"
+        text += f": {low:.0f} to {high:.0f} s (modelled {level['total_s']:.0f}), {change}"
+    return f"{text}; {len(level['rows'])} rows and {len(level['keys'])} keys differ: {', '.join(keys) or 'none'}"
 
 
 def print_whole_plan(plan: dict[str, Any], run: RunSpec) -> None:
@@ -211,8 +223,8 @@ def print_whole_plan(plan: dict[str, Any], run: RunSpec) -> None:
         for title, key, columns in _MEMORY_SECTIONS:
             _print_figures(plan, title, key, columns)
         print_text(f"not modelled: {'; '.join(memory['not_modelled'])}")
-    if plan["inference"]:
-        print_text(f"generate, chat, eval: {serving_text(plan['inference'])}", "bold")
+    if level := plan["level"]:
+        print_text(f"not as at level {level['other']}: {', '.join([*level['keys'], *level['rows']])}")
     if not plan["step"] and run.recipe.hardware != "a3":
         print_text(f"step time is not modelled: no published run reports it for {run.hardware.title}", "bold")
     for title, key, columns in _FIGURE_SECTIONS:

@@ -288,7 +288,8 @@ def report_plan(
         run = compose_run(config_name, overrides, trees)
         require_trees(run)
         rows = platform_rows(run.platform)
-        plan = build_plan(run, RULES.checks(run), config_name, overrides, rows, workload)
+        other = _other_level(run, config_name, overrides, trees)
+        plan = build_plan(run, RULES.checks(run), config_name, overrides, rows, workload, other)
     except LayoutError as error:
         run, plan = None, plan_without_layout(error, config_name, trees, overrides, workload)
     if plot is not None:
@@ -302,6 +303,15 @@ def report_plan(
             print_whole_plan(plan, run)
         print_screen(plan, run)
     raise typer.Exit(0 if plan["ok"] else 1)
+
+
+def _other_level(run: RunSpec, config_name: str, overrides: Sequence[str], trees: Trees) -> RunSpec | None:
+    """Return the run at level reference, or at tuned where it is at reference; None where that is refused."""
+    level = "tuned" if run.recipe.level == "reference" else "reference"
+    unchanged = [each for each in overrides if not each.startswith("level=")]
+    with suppress(ConfigError):
+        return compose_run(config_name, [*unchanged, f"level={level}"], trees)
+    return None
 
 
 def search_layouts(

@@ -15,7 +15,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.errors import Check, either, our_command
 from verl_patches.patching.spec import PatchSpec
@@ -27,14 +27,13 @@ from verl_patches.plan.memory_plan import (
     memory_shortages,
     run_memory,
 )
-from verl_patches.plan.serving import serving_plan
 from verl_patches.plan.step_plan import Workload, mean_tokens, step_sections
 from verl_patches.platform.npu.machine import HARDWARE
 from verl_patches.run import environment
 from verl_patches.run.ray_nodes import ray_start
 from verl_patches.run.resolve import ROLLOUT_LAYOUT, TRAIN_LAYOUT, LayoutError
 from verl_patches.spec import RunSpec, Trees
-from verl_patches.values import size_text
+from verl_patches.values import leaves, size_text
 from verl_patches.weights.writer import SYNC_BYTES
 
 DRIVER_MODULE = "verl_patches.main"
@@ -56,16 +55,16 @@ def build_plan(
     overrides: Sequence[str],
     catalogue: Iterable[PatchSpec],
     workload: Workload = Workload(),  # noqa: B008 frozen
+    other: RunSpec | None = None,
 ) -> dict[str, Any]:
     """Return everything that a run would use, as JSON-ready data; `ok` is false if any check failed.
 
-    checks: results of the table of rules for this run. Keys: config, ok, checks, train, rollout, those of
-    `plan_figures`, inference (`serving_plan`; platform npu only), patches, environment, commands, verdict, next. All
-    groups are listed.
+    checks: results of the table of rules for this run. other: the same run at another level. Keys: config, ok, checks,
+    train, rollout, those of `plan_figures`, level (`_level_difference`), patches, environment, commands, verdict, next.
+    All groups are listed.
     """
     checks, figures = plan_figures(run, checks, workload)
     ok = {check.name: check.ok for check in checks}
-    served = run.platform == "npu" and ok.get("rollout experts", True)
     given = [config_name, *run.trees.option, *workload.option, *overrides]
     todo = run_commands(run, config_name, overrides)
     return {
@@ -74,8 +73,8 @@ def build_plan(
         "checks": [asdict(check) for check in checks],
         "train": _train_section(run, ok),
         "rollout": _rollout_section(run),
-        "inference": serving_plan(run) if served else None,
         **figures,
+        "level": _level_difference(run, other, workload, figures["step"]) if other else None,
         "patches": patch_table(run, catalogue),
         "environment": [asdict(variable) for variable in environment.environment_variables(run)],
         "commands": todo,
@@ -87,7 +86,7 @@ def plan_without_layout(
     error: LayoutError, config_name: str, trees: Trees, overrides: Sequence[str], workload: Workload
 ) -> dict[str, Any]:
     """Return the plan of a configuration whose ranks cannot be split as it says: the reason, and how to go on."""
-    nothing = ("train", "rollout", "memory", "inference", "step", "disk", "traffic", "ports")
+    nothing = ("train", "rollout", "memory", "step", "level", "disk", "traffic", "ports")
     lists: dict[str, list] = {"patches": [], "environment": [], "commands": []}
     checks, given = [Check(error.side, False, error.reason)], [config_name, *trees.option, *workload.option, *overrides]
     plan = {"config": config_name, "ok": False, "checks": [asdict(check) for check in checks]}
@@ -112,6 +111,23 @@ def plan_figures(run: RunSpec, checks: Iterable[Check], workload: Workload) -> t
             figures |= step_sections(run, memory, workload)
             checks += _disk_checks(run, figures["disk"], figures["step"])
     return checks, figures
+
+
+def _level_difference(
+    run: RunSpec, other: RunSpec, workload: Workload, step: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return {other, keys, rows, total_s, range_s, saves_s}: what differs at another level, and its modelled seconds.
+
+    saves_s: seconds that this run's step saves over the other's. All seconds are None where this run has none.
+    """
+    one, two = (dict(leaves(OmegaConf.to_container(each.verl))) for each in (run, other))
+    keys = [key for key in one if key != "recipe.level" and one[key] != two.get(key)]
+    found: dict[str, Any] = {"other": other.recipe.level, "keys": keys, "rows": sorted(run.rows ^ other.rows)}
+    total_s = range_s = saves_s = None
+    if step and (there := step_sections(other, run_memory(other), workload)["step"]):
+        total_s, range_s = there["total_s"], there["total_range_s"]
+        saves_s = round(total_s - step["total_s"], 2)
+    return {**found, "total_s": total_s, "range_s": range_s, "saves_s": saves_s}
 
 
 def _verdict(

@@ -37,7 +37,6 @@ them), so places in a tensor are plain numbers.
 from __future__ import annotations
 
 import base64
-import heapq
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -278,12 +277,8 @@ def written_weights(
     found = []
     for axes, parameters in shared.items():
         replicas = [r for r in range(layout.world_size) if _same_coordinates(layout.coordinates(r), at, axes)]
-        loads = [(0, replica) for replica in replicas]
-        for parameter in sorted(parameters, key=lambda p: (-p.count, p.name)):
-            load, replica = heapq.heappop(loads)
-            heapq.heappush(loads, (load + parameter.count, replica))
-            if replica == rank:
-                found.append(parameter.name)
+        ordered = sorted(parameters, key=lambda p: (-p.count, p.name))
+        found += [each.name for each in ordered[replicas.index(rank) :: len(replicas)]]
     return found
 
 

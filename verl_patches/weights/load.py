@@ -6,15 +6,15 @@ that a weight sync reads too (reshard/train_tensors.py), in the order in which t
 
 Ranks read at different speeds (disks, caches, the embedding's stage). If one is much later than the others, their first
 collective after loading ends in a timeout that does not name it. So each rank notes in torch.distributed's store that
-it has loaded, and waits there for the others, as long as any of them reads bytes (`SharedLoad`). Its heartbeat shows
-its progress.
+it has loaded, and waits there for the others, as long as any of them reads bytes (`wait_for_ranks`). Its heartbeat
+shows its progress.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,9 +32,8 @@ from verl_patches.reshard.train_tensors import library_from_chunks, model_layout
 from verl_patches.weights.reader import WeightReader
 from verl_patches.weights.source import open_source
 
-POLL_S = 0.5
+POLL_S = 0.2
 TELL_S = 1.0  # a rank tells those that wait for it at most this often that it reads
-_SHOWN_RANKS = 8  # number of ranks that a message names
 _HEAD = "output_layer."  # part of the names of the head's parameters
 WAIT_S = 3600.0  # the default; recipe.timeouts.load_s sets it in a run
 
@@ -55,69 +54,63 @@ def load_weights(
     parameter's dtype; correction biases stay fp32 although a bf16 wrapper casts them. A value model takes its head from
     a folder that has one, otherwise it is drawn (`draw_head`). `head_only`: nothing but the head is loaded. Needs
     Megatron's process groups. Every rank of torch.distributed must call it, with the same `key`, which no other load
-    has used: it returns once all have loaded, and raises RecipeError as `SharedLoad.wait` does after `wait_s`. Raises
+    has used: it returns once all have loaded, and raises RecipeError as `wait_for_ranks` does after `wait_s`. Raises
     ConfigError as `open_source` does, and for a parameter that is not of config.json's model.
     """
     for chunk in unwrap_chunks(chunks):
         keep_bias_fp32(chunk)
     layout = layout or model_layout(chunks)
-    source = open_source(folder, expert_split="tp_extend_ep" if layout.etp == 1 else "etp")
+    source = open_source(folder)
     regions = _regions(chunks, source.inventory, layout, line, head_only)
-    load = SharedLoad(str(folder), key, wait_s)
-    with WeightReader(source, load.count) as reader, torch.no_grad():
+    with WeightReader(source, read_counter(key)) as reader, torch.no_grad():
         for region, view in regions:
             if region.name not in source.tensors:
                 draw_head(region.name, view, folder)
         regions = [each for each in regions if each[0].name in source.tensors]
         for region, view in sorted(regions, key=lambda item: reader.position(item[0])):
             reader.copy(region, view)
-    load.wait()
-    return load.read_bytes
+    wait_for_ranks(str(folder), key, wait_s)
+    return reader.read_bytes
 
 
-class SharedLoad:
-    """Load `what` on all ranks of torch.distributed, which wait for each other as long as any of them reads bytes.
+def read_counter(key: str) -> Callable[[int], None]:
+    """Return a function that counts bytes read for the heartbeat, and for the ranks that wait for the load `key`."""
+    told = -math.inf
 
-    `key`: one that no other load has used. Only operations of the store that return at once are used: its own wait
-    blocks every other thread of the process that uses the store, such as the watchdog of a process group.
-    """
-
-    def __init__(self, what: str, key: str, limit_s: float):
-        self._what, self._key, self._limit_s = what, key, limit_s
-        self._store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
-        self._told, self.read_bytes = -math.inf, 0
-
-    def count(self, size: int) -> None:
-        """Count bytes that this rank has read, for its heartbeat and for the ranks that wait."""
-        self.read_bytes += size
+    def count(size: int) -> None:
+        nonlocal told
         current_heartbeat().count_bytes(size)
-        now = time.monotonic()
-        if self._store is not None and now - self._told >= TELL_S:
-            self._told = now
-            self._store.add(f"{self._key}/reads", 1)
+        if dist.is_initialized() and time.monotonic() - told >= TELL_S:
+            told = time.monotonic()
+            dist.distributed_c10d._get_default_store().add(f"{key}/reads", 1)
 
-    def wait(self) -> None:
-        """Wait until every rank has called this; RecipeError names the late ranks if none has read for `limit_s`."""
-        if self._store is None:
-            return
-        store, ranks, key, before, pause = self._store, dist.get_world_size(), self._key, (0, 0), 0.005
-        store.set(f"{key}/rank/{dist.get_rank()}", "")
-        store.add(f"{key}/arrived", 1)
-        current_heartbeat().begin_phase(LOADED)
-        while (now := (store.add(f"{key}/arrived", 0), store.add(f"{key}/reads", 0)))[0] < ranks:
-            if now != before:
-                before, grown_at = now, time.monotonic()
-            elif time.monotonic() - grown_at > self._limit_s:
-                late = [str(rank) for rank in range(ranks) if not store.check([f"{key}/rank/{rank}"])]
-                more = f" and {len(late) - _SHOWN_RANKS} more" if len(late) > _SHOWN_RANKS else ""
-                raise RecipeError(
-                    f"{self._what}: rank {dist.get_rank()} has loaded it, and for {self._limit_s:.0f} s no other rank "
-                    f"has read a byte; {now[0]} of {ranks} ranks have loaded it, not rank "
-                    f"{', '.join(late[:_SHOWN_RANKS])}{more}; check their nodes' disks, or raise recipe.timeouts.load_s"
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, POLL_S)
-        current_heartbeat().begin_phase("")
+    return count
+
+
+def wait_for_ranks(what: str, key: str, limit_s: float) -> None:
+    """Wait until every rank of torch.distributed has called this with `key`, which no other load has used.
+
+    Raise RecipeError that names the late ranks if none has read a byte for `limit_s`. Only operations of the store that
+    return at once are used: its own wait blocks every other thread of the process that uses the store, such as the
+    watchdog of a process group.
+    """
+    if not dist.is_initialized():
+        return
+    store, before, grown_at = dist.distributed_c10d._get_default_store(), -1, 0.0
+    keys = [f"{key}/rank/{rank}" for rank in range(dist.get_world_size())]
+    store.set(keys[dist.get_rank()], "")
+    current_heartbeat().begin_phase(LOADED)
+    while not store.check(keys):
+        if (reads := store.add(f"{key}/reads", 0)) != before:
+            before, grown_at = reads, time.monotonic()
+        elif time.monotonic() - grown_at > limit_s:
+            late = [str(rank) for rank, each in enumerate(keys) if not store.check([each])]
+            raise RecipeError(
+                f"{what}: rank {dist.get_rank()} has loaded it, and for {limit_s:.0f} s none of rank {', '.join(late)} "
+                "has read a byte; check their nodes' disks, or raise recipe.timeouts.load_s"
+            )
+        time.sleep(POLL_S)
+    current_heartbeat().begin_phase("")
 
 
 def weights_difference(

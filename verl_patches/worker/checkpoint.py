@@ -39,7 +39,7 @@ from verl_patches.reshard.rank_errors import catch_errors, raise_on_any_rank
 from verl_patches.reshard.train_tensors import inventory_and_library, native_tensors
 from verl_patches.weights import checkpoint_files
 from verl_patches.weights.checkpoint_files import CheckpointError, StoredTensor, TrainState
-from verl_patches.weights.load import SharedLoad
+from verl_patches.weights.load import read_counter, wait_for_ranks
 from verl_patches.weights.manifest import read_manifest
 from verl_patches.weights.reader import WeightReader
 from verl_patches.weights.source import open_source
@@ -225,16 +225,16 @@ class WorkerCheckpoint:
             written = saved["layout"] = read_manifest(folder).layout
             saved["rest"] = checkpoint_files.read_rank_state(folder, rank if written == str(state.layout) else 0)
             source = open_source(folder)
-            with self._on_device(), WeightReader(source, load.count, verify=True, read_whole=True) as reader:
+            with self._on_device(), WeightReader(source, read_counter(key), verify=True, read_whole=True) as reader:
                 checkpoint_files.load_state(state, reader)
             return []
 
         device, todo = device_type(self.recipe.platform), f"{folder} cannot be resumed from; choose another checkpoint"
         self._loads += 1
+        key = f"verl_patches/{folder}/{self._loads}"
         # ranks' disks differ in speed: wait on the store, not in a collective that would time out
-        load = SharedLoad(folder, f"verl_patches/{folder}/{self._loads}", self.recipe.timeouts.load_s)
         problems = catch_errors(read)
-        load.wait()
+        wait_for_ranks(folder, key, self.recipe.timeouts.load_s)
         raise_on_any_rank(problems, None, device, todo, CheckpointError)
         rest, same_layout = saved["rest"], saved["layout"] == str(state.layout)
         checkpoint_files.set_step_counts(self.worker.trained.optimizer, rest["step_counts"])
