@@ -130,7 +130,7 @@ SETTINGS = (
         "overlap_grad_reduce",
         True,
         _ENGINE,
-        f"{_TRAIN}.overlap_grad_reduce",
+        "",
         "without effect there: verl.utils.megatron_utils.get_model at the pin builds DDP without it",
     ),
     Setting("no_gradient_accumulation_fusion=True", False, _ENGINE, f"{_TRAIN}.gradient_accumulation_fusion"),

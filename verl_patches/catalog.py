@@ -310,11 +310,6 @@ MINDSPEED: tuple[PatchSpec, ...] = (
         f"{_MINDSPEED}.start:optimizer_config_from_arguments",
         "verl hands over lr, clip and decay only, in bf16 always",
         exit="verl hands Megatron's optimizer all of its settings"),
-    _a3("update.grad_overlap", "wrap", "verl.utils.megatron_utils:DDP",
-        "verl_patches.worker.models:overlapping_ddp",
-        "verl builds DDP with overlap_grad_reduce=False (verl.utils.megatron_utils.get_model), and gives the schedules "
-        "no no_sync, without which each micro batch would start a reduction", feature="overlap_grad_reduce",
-        exit="verl takes DDP's settings from its configuration and gives the schedules no_sync"),
     _a3("update.lr_schedule", "wrap", "verl.workers.actor.megatron_actor:MegatronPPOActor.update_policy",
         f"{_MINDSPEED}.start:step_lr_schedule",
         "verl has no learning-rate schedule for Megatron at this commit (a TODO of verl.utils.megatron.optimizer)",

@@ -78,9 +78,6 @@ class Train:
     unpadded_attention: pass attention values with their own v_head_dim, instead of padding query, key and value to 256
     (at 671B).
     moe_alltoall_overlap_comm: overlap the experts' exchange with computation.
-    overlap_grad_reduce: reduce gradients in the backward pass of the last micro batch, bucket by bucket, instead of
-    after it. Only the first pipeline stage has several buckets.
-    ddp_bucket_size: parameters of a bucket; null is Megatron's: 40 million, or a million a data-parallel rank if more.
     distributed_timeout_minutes: time limit of a training collective; HCCL's own, on NPUs, is a minute less.
     moe_router_bias_update_rate: step size of the router's correction bias, towards experts with few tokens of the
     update; 0 leaves the biases unchanged. No auxiliary loss is used.
@@ -104,8 +101,6 @@ class Train:
     gemm_gradient_accumulation_fusion: bool = False
     unpadded_attention: bool = False
     moe_alltoall_overlap_comm: bool = False
-    overlap_grad_reduce: bool = False
-    ddp_bucket_size: Count | None = None
     distributed_timeout_minutes: Count = 30
     moe_router_bias_update_rate: NotNegative = 0.0
     balanced_routing: bool = False

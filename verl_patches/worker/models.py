@@ -1,4 +1,4 @@
-"""Load the weights of the models that verl builds in a worker, and overlap gradient reduction with the backward pass.
+"""Load the weights of the models that verl builds in a worker, and gather them for verl's own weight sync.
 
 verl builds critic, reference, reward models and actor in one process, in this order on both lines
 (`RayPPOTrainer.init_workers`), with one layout; each calls `load_megatron_gptmodel_weights`. Only the first of them
@@ -190,29 +190,3 @@ def gathered_weights(chunks: Sequence[torch.nn.Module], hf_config: Any) -> Itera
             dist.broadcast(part, holder)
             region_view(whole, complete, region, parameter.shape).copy_(part)
         yield parameter.name, whole
-
-
-def overlapping_ddp(original: type) -> type:
-    """Wrap Megatron's DDP in verl: reduce gradients during the backward pass (recipe.train.overlap_grad_reduce).
-
-    Megatron's training loop gives the schedules DDP's no_sync (megatron.training.training.train); verl has its own loop
-    and does not. A bucket's reduction starts in the last micro batch's backward, once all its gradients are there;
-    Megatron's finalize_model_grads, which verl's actor calls, waits for it. Only the first pipeline stage has several
-    buckets (megatron.core.distributed.distributed_data_parallel.DistributedDataParallel), as the others wait for it
-    anyway.
-    """
-
-    @functools.wraps(original, updated=())
-    class OverlappingDDP(original):
-        def __init__(self, config: Any, ddp_config: Any, module: Any, disable_bucketing: bool = False):
-            from megatron.training import get_args
-
-            args = get_args()
-            if not args.overlap_grad_reduce:
-                super().__init__(config, ddp_config, module, disable_bucketing)
-                return
-            overlapping = {"overlap_grad_reduce": True, "bucket_size": args.ddp_bucket_size}
-            super().__init__(config, dataclasses.replace(ddp_config, **overlapping), module, disable_bucketing)
-            config.no_sync_func = self.no_sync  # the schedules enter it for all micro batches but the last
-
-    return OverlappingDDP
