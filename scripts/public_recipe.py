@@ -182,7 +182,7 @@ SETTINGS = (
     Setting("enable_prefix_caching", False, _SPMD, f"{_ASCEND}.prefix_caching"),
     Setting("chunked_prefill_for_mla", False, "unset", f"{_ASCEND}.chunked_prefill_for_mla"),
     Setting("rollout.gpu_memory_utilization", 0.8, "start", f"{_ROLLOUT}.gpu_memory_utilization"),
-    Setting("enable_sleep_mode", False, _SPMD, f"{_ASCEND}.vllm_sleep_mode"),
+    Setting("enable_sleep_mode", False, _SPMD, note="false here too (row memory.sleep_mode)"),
     Setting(
         "frozen_parameter",
         "as the pin, True",

@@ -527,14 +527,13 @@ MEMORY: tuple[PatchSpec, ...] = (
          "verl_patches.worker.rollout_engine:RolloutEngine.sleep",
          "vLLM's sleep mode copies all weights to the host at every sleep, although the weight sync overwrites them, "
          "and takes memory past torch's allocator; a CPU has none. Ours gives the storages' memory back and takes it "
-         "again, also with graphs; or vLLM's without that copy (recipe.rollout.ascend.vllm_sleep_mode=true).",
+         "again, also with graphs.",
          exit="vLLM drops weights that are to be replaced, at sleep, into torch's pool", needs=("rollout.engine",)),
     _ascend("memory.graph_addresses", "wrap", "vllm_ascend.worker.model_runner_v1:torchair",
             "verl_patches.worker.rollout_engine:torchair_with_live_addresses",
             "NPUModelRunner compiles graphs with frozen_parameter, so Parameters must keep their addresses, which only "
-            "vLLM's sleep mode does; recipe.rollout.ascend.vllm_sleep_mode=false frees them to torch's pool and "
-            "compiles graphs without it.", role="correctness", feature="graphs",
-            exit="vllm-ascend has an option for frozen_parameter"),
+            "vLLM's sleep mode does; memory.sleep_mode frees them to torch's pool.", role="correctness",
+            feature="graphs", exit="vllm-ascend has an option for frozen_parameter"),
 )  # fmt: skip
 
 DISPATCH: tuple[PatchSpec, ...] = (

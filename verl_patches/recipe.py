@@ -135,9 +135,6 @@ class RolloutAscend:
     (vllm_ascend.attention.mla_v1.AscendMLAImpl._forward_prefill).
     mla_pa: let eager decode read both KV caches in place, in place of a copy (VLLM_ASCEND_MLA_PA).
     prefix_caching: let requests share the KV of equal prefixes, as the n responses of a prompt do.
-    vllm_sleep_mode: false frees weights and KV cache to torch's pool, has graphs read addresses at each call (row
-    memory.graph_addresses), and gives torch expandable segments (PYTORCH_NPU_ALLOC_CONF); not tried with torchair's
-    compiler. true keeps vLLM's sleep mode, whose memory comes back at the addresses that graphs hold (docs/memory.md).
     top_k_optimize: apply top-k and top-p by a threshold, without a scatter of the vocabulary's 129,280 words
     (VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE, vllm_ascend.patch.worker.patch_common.patch_sampler).
     """
@@ -152,7 +149,6 @@ class RolloutAscend:
     chunked_prefill_for_mla: bool = False
     mla_pa: bool = True
     prefix_caching: bool = True
-    vllm_sleep_mode: bool = False
     top_k_optimize: bool = True
 
 
