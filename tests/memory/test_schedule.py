@@ -120,14 +120,6 @@ def test_a_table_that_does_not_close_is_found():
     assert first["a"] == frozenset() and second["a"] == {"grads"}
 
 
-def test_the_move_that_should_have_released_a_group():
-    assert SCHEDULE.last_release("grads", "reshard") == "after update (free)"  # the release is in the step before
-    assert SCHEDULE.last_release("actor_params", "wake_kv") == "after reshard (offload)"
-    assert SCHEDULE.last_release("kv_cache", "sleep") == "at the start of sleep (free)"
-    assert SCHEDULE.last_release("ref_params", "ref") == "after ref (free)"
-    assert VERL_SCHEDULES["pypi"].last_release("tensor_cache", "reshard") is None
-
-
 def schedule_facts(rows, synced=True, skip=False, unified_memory=False, **offload):
     """Return a run's schedule name and the groups that stay; `offload` has param_, optimizer_ or ref_offload."""
     actor = {name: offload.get(name, True) for name in ("param_offload", "optimizer_offload")}

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from verl_patches.errors import RecipeError
-from verl_patches.memory.counters import note_copy, note_host_allocation, record_move
+from verl_patches.memory.counters import note_host_allocation, note_move
 from verl_patches.memory.schedule import ACTOR
 
 # torch's allocator of pinned memory rounds each piece up to a power of two (ATen/core/CachingHostAllocator.h)
@@ -76,12 +76,12 @@ class HostBackedStorage:
         """Allocate the device memory and copy the contents from the host."""
         self.allocate()
         for device, host in self._piece_pairs():
-            _copy(device, host)
+            device.copy_(host, non_blocking=True)
 
     def copy_to_host(self) -> None:
         """Copy the contents to the host memory, which must exist, and keep them on the device too."""
         for device, host in self._piece_pairs():
-            _copy(host, device)
+            host.copy_(device, non_blocking=True)
 
     def host_tensor(
         self, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], offset: int
@@ -146,11 +146,6 @@ def synchronise(storages: Iterable[HostBackedStorage]) -> None:
         getattr(torch, device.type).current_stream(device).synchronize()
 
 
-def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
-    to.copy_(source, non_blocking=True)
-    note_copy(source.numel())
-
-
 def _make_host_memory(storages: list[HostBackedStorage]) -> None:
     """Allocate the host memory of `storages` in pieces: small storages share one, a large one takes several.
 
@@ -176,8 +171,7 @@ def _aligned_bytes(size_bytes: int) -> int:
 
 
 def _allocate(size_bytes: int, device: Any) -> torch.Tensor:
-    if size_bytes:
-        note_host_allocation(size_bytes)
+    note_host_allocation(size_bytes)
     # a CPU has one memory, and under platform cpu torch.cuda is only emulated
     return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=bool(size_bytes) and device.type != "cpu")
 
@@ -242,9 +236,9 @@ class ModelOffloadState:
 
     def load_params(self) -> None:
         """Load the parameters for reading only."""
-        with record_move("load", self.group) as moved:
-            moved.bytes = load_storages(self._checked_params())
-        if moved.bytes:
+        loaded = load_storages(self._checked_params())
+        note_move("load", self.group, loaded)
+        if loaded:
             self._note_current_host_copy()
 
     def offload_params(self) -> None:
@@ -252,8 +246,7 @@ class ModelOffloadState:
         params = self._checked_params()
         self._refuse_unknown_writes()
         written, self.written = self.written, False
-        with record_move("offload" if written else "free", self.group) as moved:
-            moved.bytes = offload_storages(params, copy=written)
+        note_move("offload" if written else "free", self.group, offload_storages(params, copy=written))
 
     def copy_params_to_host(self) -> int:
         """Update the host copy of the parameters and return its bytes; the next `offload_params` need not copy."""
@@ -266,20 +259,19 @@ class ModelOffloadState:
         """Allocate the gradients and set them to zero; from now on training may write to the parameters."""
         self.written = True
         offloaded = [storage for storage in self._checked_grads() if storage.offloaded]
-        with record_move("alloc", self.groups.grads) as moved, torch.no_grad():
+        with torch.no_grad():
             for storage in offloaded:
                 storage.allocate()
             for _, tensor in self._grad_tensors():
                 tensor.zero_()
-            moved.bytes = sum(storage.size_bytes for storage in offloaded)
+        note_move("alloc", self.groups.grads, sum(storage.size_bytes for storage in offloaded))
 
     def free_grads(self) -> None:
         """Free the gradients without a copy."""
         here = [storage for storage in self._checked_grads() if not storage.offloaded]
-        with record_move("free", self.groups.grads) as moved:
-            for storage in here:
-                storage.offload(copy=False)
-            moved.bytes = sum(storage.size_bytes for storage in here)
+        for storage in here:
+            storage.offload(copy=False)
+        note_move("free", self.groups.grads, sum(storage.size_bytes for storage in here))
 
     def _refuse_unknown_writes(self) -> None:
         """Raise RecipeError where a write changed a parameter's version; the file's docstring lists other writes."""

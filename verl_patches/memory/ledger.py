@@ -122,20 +122,10 @@ class Ledger:
         self._violations.append({"phase": phase, "group": group, "bytes": held, "expected_bytes": wanted})
         text = (
             f"memory ledger, rank {self.rank}, entering {phase}: {group} ({MEMORY_GROUPS[group]}) holds "
-            f"{held:,} bytes, expected {_bytes_text(wanted)}: {self._fault_reason(phase, group, there, held, wanted)}"
+            f"{held:,} bytes, expected {_bytes_text(wanted)} by schedule {self.schedule.name!r}"
         )
         log.warning(text)
         return text
-
-    def _fault_reason(self, phase: str, group: str, there: bool, held: int, wanted: int | None) -> str:
-        if there and wanted is not None and held > wanted:
-            return f"{held - wanted:,} bytes more than registered, allocated by other code since then"
-        if there:
-            expected = f"schedule {self.schedule.name!r} has it on the device in this phase"
-            return f"{expected}, but it was released or never loaded"
-        by = self.schedule.last_release(group, phase)
-        when = f"it should have been released {by}" if by else "no phase of the schedule releases it"
-        return f"schedule {self.schedule.name!r} does not have it on the device in this phase; {when}"
 
 
 def _bytes_text(size_bytes: int | None) -> str:
@@ -204,6 +194,5 @@ def violation_text(violations: dict[str, Any]) -> str:
     first = violations["first"][0]
     return (
         f"memory ledger: {violations['count']} violation(s), first: rank {first['rank']}, {first['phase']}: "
-        f"{first['group']} holds {first['bytes']:,} bytes, expected {_bytes_text(first['expected_bytes'])} "
-        "(driver.log names the move that should have released it)"
+        f"{first['group']} holds {first['bytes']:,} bytes, expected {_bytes_text(first['expected_bytes'])}"
     )

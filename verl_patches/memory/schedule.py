@@ -134,24 +134,6 @@ class Schedule:
         row = self.phase(phase)
         return any(move.group == group and move.verb in RELEASE_VERBS for move in (*row.enter, *row.leave))
 
-    def last_release(self, group: str, phase: str) -> str | None:
-        """Return the last release of `group` before `phase`'s work, such as "after update (offload)"; None without one.
-
-        A release in the step before counts too.
-        """
-        own = self.phase(phase)
-        at = self.phases.index(own)
-        moments = [("after", own, own.leave)]
-        for row in (*self.phases[at + 1 :], *self.phases[:at]):
-            if not row.rare:
-                moments += [("at the start of", row, row.enter), ("after", row, row.leave)]
-        moments.append(("at the start of", own, own.enter))
-        for when, row, moves in reversed(moments):
-            for move in moves:
-                if move.group == group and move.verb in RELEASE_VERBS:
-                    return f"{when} {row.name} ({move.verb})"
-        return None
-
 
 def _parse_moves(text: str) -> tuple[Move, ...]:
     return tuple(Move(*words.split()) for words in text.split(", ") if words)
