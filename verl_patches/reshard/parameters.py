@@ -1,9 +1,8 @@
 """Map names of DeepSeek-V3 parameters in Megatron and MindSpeed-LLM to kinds of HF tensors, and read a chunk's weights.
 
 Megatron has two spellings, that of its own modules ("local", tabulated in layout/sharding.py) and Transformer Engine's,
-which fuses norms into the next projection and stacks experts. verl's weight converter knows the second only. `te_name`
-turns the first into the second. Layer and expert numbers in Megatron names are local to the pipeline chunk and to the
-expert-parallel rank.
+which verl's weight converter knows only. `te_name` turns the first, which our lines build, into the second. Layer and
+expert numbers in Megatron names are local to the pipeline chunk and to the expert-parallel rank.
 
 In MindSpeed-LLM 2.0.0 multi_head_latent_attention.py makes `linear_qkv` of q's and kv's down projections, rows of q
 first, and names the up projections linear_qb and linear_kvb and the norms q_layernorm and k_layernorm. Experts are
@@ -35,12 +34,6 @@ _TE_SPELLINGS = (
     (r"(.*\.self_attention)\.q_layernorm\.weight", r"{0}.linear_q_up_proj.layer_norm_weight"),
     (r"(.*\.self_attention)\.kv_layernorm\.weight", r"{0}.linear_kv_up_proj.layer_norm_weight"),
 )
-_LOCAL_SPELLINGS = (
-    (r"(.*\.mlp\.experts)\.(linear_fc[12])\.weight(\d+)", r"{0}.local_experts.{2}.{1}.weight"),
-    (r"(.*\.self_attention)\.linear_q_up_proj\.layer_norm_weight", r"{0}.q_layernorm.weight"),
-    (r"(.*\.self_attention)\.linear_kv_up_proj\.layer_norm_weight", r"{0}.kv_layernorm.weight"),
-    (r"(.*)\.mlp\.linear_fc1\.layer_norm_weight", r"{0}.pre_mlp_layernorm.weight"),  # dense layers
-)
 _ATTENTION, _EXPERTS = "decoder.layers.{layer}.self_attention.", "decoder.layers.{layer}.mlp.experts."
 # kind -> MindSpeed's name, with the local layer; a model has q_a_proj and q_b_proj, or q_proj (mindspeed/model.py)
 MINDSPEED_NAMES = MEGATRON_NAMES | {
@@ -55,10 +48,10 @@ MINDSPEED_NAMES = MEGATRON_NAMES | {
     "routed_expert_down": _EXPERTS + "weight2",
 }
 # library of layout/sharding.py -> (its names, unsupported settings that give other names)
-NAMES_BY_LIBRARY = dict.fromkeys(
-    ("megatron-local", "megatron-te"),
-    (MEGATRON_NAMES, "grouped GEMM without Transformer Engine (weight1, weight2): set moe_grouped_gemm=False"),
-) | {"mindspeed": (MINDSPEED_NAMES, "mla_mm_split, multi-token prediction, SequentialMLP")}
+NAMES_BY_LIBRARY = {
+    "megatron-local": (MEGATRON_NAMES, "Transformer Engine, and grouped GEMM: set moe_grouped_gemm=False"),
+    "mindspeed": (MINDSPEED_NAMES, "mla_mm_split, multi-token prediction, SequentialMLP"),
+}
 
 
 # ---- parameter names
@@ -77,16 +70,7 @@ class ParsedName(NamedTuple):
 
 def te_name(name: str) -> str:
     """Return the name of a parameter in Transformer Engine's spelling; names that are equal in both stay."""
-    return _respell(name, _TE_SPELLINGS)
-
-
-def local_name(name: str) -> str:
-    """Return the name of a parameter in the spelling of Megatron's own modules: the inverse of `te_name`."""
-    return _respell(name, _LOCAL_SPELLINGS)
-
-
-def _respell(name: str, spellings: tuple[tuple[str, str], ...]) -> str:
-    for pattern, template in spellings:
+    for pattern, template in _TE_SPELLINGS:
         match = re.fullmatch(pattern, name)
         if match:
             return template.format(*match.groups())
@@ -94,14 +78,14 @@ def _respell(name: str, spellings: tuple[tuple[str, str], ...]) -> str:
 
 
 def parse_name(name: str, library: str) -> ParsedName:
-    """Return what the parameter or buffer `name` of a GPTModel chunk holds; both spellings are accepted.
+    """Return what the parameter or buffer `name` of a GPTModel chunk holds.
 
     The name may have the prefixes ("module.") of DDP and Float16Module. `library`: a key of NAMES_BY_LIBRARY.
     Raises ConfigError for a name that no DeepSeek-V3 parameter of the library has.
     """
     bare = re.sub(r"^(module\.)*", "", name)
     for pattern, kinds in _patterns(library):
-        match = pattern.fullmatch(bare if library == "mindspeed" else local_name(bare))
+        match = pattern.fullmatch(bare)
         if match:
             numbers = {key: int(value) for key, value in match.groupdict().items()}
             return ParsedName(kinds, numbers.get("layer"), numbers.get("expert"))

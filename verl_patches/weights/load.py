@@ -26,9 +26,10 @@ from verl_patches.heartbeat.heartbeat import current_heartbeat
 from verl_patches.layout.inventory import SCORE, SCORE_BIAS, Inventory, build_inventory
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.phases import LOADED
+from verl_patches.layout.sharding import train_library
 from verl_patches.reshard.parameters import keep_bias_fp32, named_weights
 from verl_patches.reshard.region import Region
-from verl_patches.reshard.train_tensors import library_from_chunks, model_layout, train_tensors, unwrap_chunks
+from verl_patches.reshard.train_tensors import model_layout, train_tensors, unwrap_chunks
 from verl_patches.weights.reader import WeightReader
 from verl_patches.weights.source import open_source
 
@@ -170,7 +171,7 @@ def _regions(
     dtype = str(next(chunks[0].parameters()).dtype).removeprefix("torch.")
     value = any(f"{_HEAD}score" in name for chunk in chunks for name, _ in chunk.named_parameters())
     model_inventory = build_inventory(replace(inventory.model, torch_dtype=dtype, num_hidden_layers=layers), value)
-    held = train_tensors(chunks, model_inventory, layout, dist.get_rank(), library_from_chunks(chunks, line))
+    held = train_tensors(chunks, model_inventory, layout, dist.get_rank(), train_library(line))
     return [(each.region, each.tensor) for each in held.values() if not head_only or _HEAD in each.parameter]
 
 
