@@ -517,7 +517,8 @@ MEMORY: tuple[PatchSpec, ...] = (
          "verl brings training weights to the host and back around every call, into host memory made anew each time; "
          "at 54c9b736 routed experts stay on the die. Ours is one table (memory/schedule.py).",
          exit="verl moves memory by one table, into host memory that it keeps, and only what was written to",
-         needs=("update.recipe_worker", "rollout.engine", "update.sharding_manager", "memory.empty_cache")),
+         needs=("update.recipe_worker", "rollout.engine", "update.sharding_manager", "memory.empty_cache",
+                "checkpoint.parts")),
     _row("memory.empty_cache", "wrap", f"{_WORKERS}:torch", "verl_patches.worker.memory:torch_without_empty_cache",
          "verl gives the allocator's pool back after every call, pass and update, and the next stage asks the device "
          "for the same memory again; with memory.order the schedule says where.",

@@ -158,18 +158,12 @@ def a_storage_that_other_code_changed_is_refused_by_name():
 
 
 class Upstream:
-    """Stand in for verl's worker for checkpoints and the ledger; `save` and `load` are verl's own functions."""
+    """Stand in for verl's worker for checkpoints and the ledger."""
 
     _is_actor, _is_rollout, _is_ref = True, False, False
 
     def __init__(self, config, role):
-        self.save = self.load = lambda: None
-
-    def save_checkpoint(self, folder):
-        self.save()
-
-    def load_checkpoint(self, folder):
-        self.load()
+        pass
 
 
 def make_worker(chunks, optimizer, offload=True):
@@ -189,7 +183,6 @@ def make_worker(chunks, optimizer, offload=True):
     context().schedule, context().unmoved_groups = None, frozenset()
     worker = make_subclass(Upstream, RecipeWorker)(OmegaConf.create({**config, "run": run.text()}), "actor")
     worker.trained = TrainedModel(chunks, optimizer, None)
-    worker.checkpoint = None  # as with patch checkpoint.parts off: verl's own functions are called
     return worker
 
 
@@ -203,68 +196,43 @@ def started(worker):
         context().scheduler = context().ledger = context().schedule = None
 
 
-def a_checkpoint_has_weights_and_states_which_are_offloaded_again():
-    """Check patch memory.order: loaded weights are copied to the host, saved weights are not."""
-    chunks, optimizer = trained(BF16)
-    worker, before = make_worker(chunks, optimizer), weights(chunks)
-    loads, offloads = (
-        ["load actor_params"] * 2 + ["load optimizer"],
-        ["offload actor_params"] * 2 + ["offload optimizer"],
-    )
+def what_a_resume_reads_is_offloaded_again():
+    """Check patch memory.order in fp32, where the checkpoint's load makes the states."""
 
-    def save():
-        assert all_equal(weights(chunks), before)
-
-    def double():
-        for parameter in chunks[0].parameters():
-            parameter.data.mul_(2)
-
-    worker.save, worker.load = save, double
-    assert not worker._is_offload_param and not worker._is_offload_optimizer  # verl's own offload is off
-    take_move_names()
-    worker.memory.offload_model(chunks, optimizer)
-    assert take_move_names() == ["free grads"] * 2 + offloads
-    with started(worker) as scheduler:
-        worker.save_checkpoint("here")
-        assert take_move_names() == [*loads, "free actor_params", "free actor_params", "offload optimizer"]
-        worker.load_checkpoint("here")
-        assert take_move_names() == loads + offloads and not any(sizes(chunks).values())
-        scheduler.begin("update")
-        doubled = len(list(chunks[0].parameters()))
-        assert all_equal(weights(chunks), [weight * 2 for weight in before[:doubled]] + before[doubled:])
-        take_move_names()
-        worker.save = lambda: None
-        worker.save_checkpoint("here")
-        assert take_move_names() == []  # everything is on the device already
-
-
-def states_that_a_resume_makes_are_offloaded_too():
-    """Check this in fp32, where load_checkpoint makes the states."""
-
-    def state_bytes_by_moment(case):
-        """Return the bytes of states in load_checkpoint, after it, and in the update."""
+    def resume(case):
+        """Return the moves of the load, and the bytes of states in it, after it, and in the update."""
         chunks, optimizer = trained(FP32)
-        worker, held = make_worker(chunks, optimizer, offload=case == "moved"), []
+        worker, before, held = make_worker(chunks, optimizer, offload=case == "moved"), weights(chunks), []
+        worker.memory.offload_model(chunks, optimizer)
 
-        def load():
+        def load(folder):
+            for parameter in chunks[0].parameters():
+                parameter.data.mul_(2)
             for one in optimizer.chained_optimizers:
                 for parameter in (p for group in one.optimizer.param_groups for p in group["params"]):
                     moments = {name: torch.ones_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
                     one.optimizer.state[parameter] = {"step": torch.tensor(3.0), **moments}
             held.append(state_bytes(optimizer))
 
-        worker.load = load
+        worker.checkpoint = SimpleNamespace(load=load)
+        assert not worker._is_offload_param and not worker._is_offload_optimizer  # verl's own offload is off
         with started(worker) as scheduler:
+            take_move_names()
             worker.load_checkpoint("here")
+            moves = take_move_names()
             held.append(state_bytes(optimizer))
             scheduler.begin("update")
             ones = [state[name] for state in adam_states(optimizer) for name in ("exp_avg", "exp_avg_sq")]
             held.append(sum(float(tensor.sum()) * 4 for tensor in ones))
-        return held
+            doubled = len(list(chunks[0].parameters()))
+            assert all_equal(weights(chunks), [weight * 2 for weight in before[:doubled]] + before[doubled:])
+        return moves, held
 
-    full = state_bytes_by_moment("stays")[0]
-    assert full and state_bytes_by_moment("stays") == [full, full, full]  # negative control: optimizer_offload=false
-    assert state_bytes_by_moment("moved") == [full, 0, full]
+    params = ["load actor_params"] * 2 + ["offload actor_params"] * 2
+    moves, (full, *held) = resume("stays")  # negative control: optimizer_offload=false
+    assert full and held == [full, full] and moves == params
+    moves, held = resume("moved")
+    assert held == [full, 0, full] and moves == [*params, "offload optimizer"]
 
 
 def a_checkpoint_uses_the_host_copies_of_the_schedule():

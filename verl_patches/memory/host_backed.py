@@ -13,7 +13,7 @@ worker/memory.py does for checkpoints).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,10 +27,7 @@ PIECE_BYTES, _ALIGN_BYTES = 512 << 20, 512
 
 
 class HostBackedStorage:
-    """Hold the storage of `tensor`, which is on the device or offloaded to the host; `name` is for messages.
-
-    Raises RecipeError if the storage has less memory than its tensor needs.
-    """
+    """Hold the storage of `tensor`, which is on the device or offloaded to the host; `name` is for messages."""
 
     def __init__(self, name: str, tensor: torch.Tensor):
         self.name, self.device = name, tensor.device
@@ -38,12 +35,6 @@ class HostBackedStorage:
         self.size_bytes = self.storage.nbytes()
         self.host: list[torch.Tensor] = []
         self.offloaded = False
-        needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size() if tensor.is_contiguous() else 1
-        if tensor.numel() and self.size_bytes < needed:
-            raise RecipeError(
-                f"offload: {name}: expected a storage of at least {needed:,} bytes, found {self.size_bytes:,}: "
-                "other code has resized it"
-            )
 
     def check(self, tensor: torch.Tensor) -> None:
         """Raise RecipeError unless `tensor` lies in this storage, and the storage has the size that was set here."""
@@ -216,14 +207,10 @@ class ModelOffloadState:
         return [(f"{name}.grad_data", buffer.grad_data) for name, buffer in self.buffers.items()]
 
     def _checked_params(self) -> Iterable[HostBackedStorage]:
-        for name, tensor in self._param_tensors():
-            self.params[name].check(tensor)
-        return self.params.values()
+        return _checked(self.params, self._param_tensors())
 
     def _checked_grads(self) -> Iterable[HostBackedStorage]:
-        for name, tensor in self._grad_tensors():
-            self.grads[name].check(tensor)
-        return self.grads.values()
+        return _checked(self.grads, self._grad_tensors())
 
     def _note_current_host_copy(self) -> None:
         self.written = False
@@ -284,6 +271,14 @@ class ModelOffloadState:
                 )
 
 
+def _checked(
+    storages: Mapping[str, HostBackedStorage], tensors: Iterable[tuple[str, torch.Tensor]]
+) -> Iterable[HostBackedStorage]:
+    for name, tensor in tensors:
+        storages[name].check(tensor)
+    return storages.values()
+
+
 def model_offload_state(chunk: torch.nn.Module) -> ModelOffloadState:
     """Return the offload state of a model chunk, which is one object for the chunk's lifetime."""
     if not hasattr(chunk, "recipe_offload_state"):
@@ -304,19 +299,6 @@ class OptimizerOffloadState:
         self.mains = {id(main) for group in megatron.shard_fp32_from_float16_groups for main in group}
         self.storages: dict[str, HostBackedStorage] = {}
 
-    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, parameter) of the inner optimizer: main parameters, or fp32 parameters of the model."""
-        for number, group in enumerate(self.megatron.optimizer.param_groups):
-            yield from ((f"group {number}, parameter {i}", parameter) for i, parameter in enumerate(group["params"]))
-
-    def parameter_storages(self, name: str, parameter: torch.Tensor) -> list[HostBackedStorage]:
-        """Return the storages of one of `parameters`; raises RecipeError if other code replaced or resized one."""
-        owned = {"main": parameter} if id(parameter) in self.mains else {}
-        for key, state in self.megatron.optimizer.state.get(parameter, {}).items():
-            if isinstance(state, torch.Tensor) and state.dim():
-                owned[key] = state
-        return [self._storage(f"{name}, {key}", tensor) for key, tensor in owned.items()]
-
     def _storage(self, name: str, tensor: torch.Tensor) -> HostBackedStorage:
         known, storage = self.storages.get(name), tensor.untyped_storage()
         if known is None:
@@ -329,7 +311,15 @@ class OptimizerOffloadState:
         return self.storages[name]
 
     def _all_storages(self) -> list[HostBackedStorage]:
-        return [storage for pair in self.parameters() for storage in self.parameter_storages(*pair)]
+        """Return the present storages; raises RecipeError if other code replaced or resized one."""
+        found = []
+        for number, group in enumerate(self.megatron.optimizer.param_groups):
+            for i, parameter in enumerate(group["params"]):
+                owned = {"main": parameter} if id(parameter) in self.mains else {}
+                states = self.megatron.optimizer.state.get(parameter, {})
+                owned |= {key: state for key, state in states.items() if torch.is_tensor(state) and state.dim()}
+                found += [self._storage(f"group {number}, parameter {i}, {key}", t) for key, t in owned.items()]
+        return found
 
     @property
     def offloaded(self) -> bool:

@@ -71,17 +71,16 @@ class TrainingWorker(Upstream):
         """Write this rank's part in a thread (worker/checkpoint.py); use verl's own with row checkpoint.parts off."""
         if self.checkpoint is not None:
             return self.checkpoint.save(checkpoint_path)
-        with self.memory.all_on_device(self.trained, writes=False):
-            return super().save_checkpoint(checkpoint_path, *args, **kwargs)
+        return super().save_checkpoint(checkpoint_path, *args, **kwargs)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, checkpoint_path: str, *args: Any, **kwargs: Any) -> None:
         """Load weights and optimizer states saved with any layout; use verl's own with row checkpoint.parts off."""
-        with self.memory.all_on_device(self.trained, writes=True):
-            if self.checkpoint is not None:
-                self.checkpoint.load(checkpoint_path)
-            else:
-                super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        if self.checkpoint is None:
+            super().load_checkpoint(checkpoint_path, *args, **kwargs)
+            return
+        with self.memory.all_on_device(self.trained):
+            self.checkpoint.load(checkpoint_path)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def finish_checkpoint(self) -> None:

@@ -14,9 +14,9 @@ import wrapt
 
 from verl_patches.current import Current
 from verl_patches.memory import measure, sleep_mode
-from verl_patches.memory.host_backed import model_offload_state, optimizer_offload_state, single_optimizers
+from verl_patches.memory.host_backed import model_offload_state
 from verl_patches.memory.ledger import Ledger, process_memory_meter
-from verl_patches.memory.offload import Optimizer, Params, training_handlers
+from verl_patches.memory.offload import Params, training_handlers
 from verl_patches.memory.schedule import ACTOR, CRITIC, TrainedGroups, groups_without_offload, schedule_for_run
 from verl_patches.memory.scheduler import Scheduler
 from verl_patches.patching import engine
@@ -141,29 +141,30 @@ class WorkerMemory:
         return lambda: measure.held_bytes(tensors(), device_type(self.recipe.platform))
 
     @contextmanager
-    def all_on_device(self, trained: TrainedModel, writes: bool) -> Iterator[None]:
-        """Keep parameters and optimizer states on the device inside the context, then restore their places.
+    def all_on_device(self, trained: TrainedModel) -> Iterator[None]:
+        """Keep weights and states, which a checkpoint replaces, on the device inside; then offload them again.
 
-        `writes`: weights and states may be replaced inside. Without our schedule verl moves the parameters itself.
+        Without our schedule verl moves the parameters itself.
         """
-        scheduler, (chunks, optimizer, _, groups) = context().scheduler, trained
-        models = [] if scheduler is None else [model_offload_state(chunk) for chunk in chunks]
-        states = [optimizer_offload_state(one) for one in single_optimizers(optimizer)]
-        offloaded: list[Params | Optimizer] = [Params(chunks)] if any(model.offloaded for model in models) else []
-        offloaded += [Optimizer(optimizer, groups.optimizer)] if any(state.offloaded for state in states) else []
+        scheduler = context().scheduler
+        if scheduler is None:
+            yield
+            return
+        handlers = training_handlers(trained.chunks, trained.optimizer, trained.groups)
+        offloaded = [
+            handlers[group]
+            for group in (trained.groups.params, trained.groups.optimizer)
+            if scheduler.has_handler(group) and not scheduler.is_resident(group)
+        ]
         for handler in offloaded:
             handler.load()
         try:
             yield
         finally:
-            for model in models:
-                model.written = model.written or writes
+            for chunk in trained.chunks:
+                model_offload_state(chunk).written = True
             for handler in offloaded:
                 handler.offload()
-            group = groups.optimizer
-            scheduled = scheduler is not None and scheduler.has_handler(group) and not scheduler.is_resident(group)
-            if writes and scheduled:  # states that load_checkpoint made; without our schedule verl offloads them
-                Optimizer(optimizer, group).offload()
 
 
 def _buffer_bytes(worker: Any) -> int:

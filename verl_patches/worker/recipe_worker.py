@@ -301,8 +301,7 @@ class RecipeWorker(TrainingWorker):
         if dist.get_rank() in self.recipe.profile.ranks:
             from verl_patches.worker.profile import PhaseProfiler
 
-            here = context()
-            here.profiler = PhaseProfiler(self.recipe, step, dist.get_rank(), Path(folder), here.ledger)
+            context().profiler = PhaseProfiler(self.recipe, step, dist.get_rank(), Path(folder))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_report(self) -> dict[str, Any]:
