@@ -149,9 +149,9 @@ def a_storage_that_other_code_changed_is_refused_by_name():
         Optimizer(optimizer).load()
 
     for case, words in (
-        (other_storage, ("expert_parallel_buffers[0].param_data", "of 512 bytes", "another one of 512 bytes")),
+        (other_storage, ("expert_parallel_buffers[0].param_data", "of 0 bytes", "another one, of 512 bytes")),
         (written_reference, ("ref_params, bias", "host copy is stale")),
-        (state_of_other_size, ("group 0, parameter 0, exp_avg_sq", "of 0 bytes, found 4")),
+        (state_of_other_size, ("group 0, parameter 0, exp_avg_sq", "of 0 bytes, found its original one, of 4 bytes")),
     ):
         error = error_text(case)
         assert error.startswith("RecipeError: offload: ") and all(word in error for word in words), error

@@ -125,7 +125,7 @@ def test_another_storage_or_no_cache_is_refused_by_name():
     mode = SleepMode(llm, loaded=False)
     mode.sleep()
     model.down.data = torch.ones(5)
-    with pytest.raises(RecipeError, match="up: expected its original storage of .* found another one"):
+    with pytest.raises(RecipeError, match="up: expected its original storage, of .* found another one"):
         mode.wake_up()
     caches.clear()
     with pytest.raises(RecipeError, match="KV cache .* found none"):

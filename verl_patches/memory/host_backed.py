@@ -39,16 +39,11 @@ class HostBackedStorage:
     def check(self, tensor: torch.Tensor) -> None:
         """Raise RecipeError unless `tensor` lies in this storage, and the storage has the size that was set here."""
         storage, expected = tensor.untyped_storage(), 0 if self.offloaded else self.size_bytes
-        if storage._cdata != self.storage._cdata:
+        if storage._cdata != self.storage._cdata or storage.nbytes() != expected:
+            which = "its original" if storage._cdata == self.storage._cdata else "another"
             raise RecipeError(
-                f"offload: {self.name}: expected its original storage of {self.size_bytes:,} bytes, "
-                f"found another one of {storage.nbytes():,} bytes on {storage.device}: other code has replaced it"
-            )
-        if storage.nbytes() != expected:
-            state = "which is offloaded" if self.offloaded else "which is on the device"
-            raise RecipeError(
-                f"offload: {self.name}, {state}: expected a storage of {expected:,} bytes, found "
-                f"{storage.nbytes():,}: other code has resized it"
+                f"offload: {self.name}: expected its original storage, of {expected:,} bytes, found {which} one, of "
+                f"{storage.nbytes():,} bytes on {storage.device}: other code has replaced or resized it"
             )
 
     def offload(self, copy: bool) -> None:

@@ -207,11 +207,5 @@ def tensor_path(plan: ReshardPlan, name: str, rank: int) -> dict[str, Any]:
         "rank": rank,
         "holds_in_training": str(shard_region(held)) if held else None,
         "needs_in_rollout": str(shard_region(needed)) if needed else None,
-        "holders": [
-            {"region": str(region), "holders": list(block.holders), "needed_by": len(block.receivers)}
-            for block in plan.blocks
-            for region in block.regions
-            if region.name == name
-        ],
         "steps": steps,
     }

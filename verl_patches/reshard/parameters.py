@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -57,15 +57,38 @@ NAMES_BY_LIBRARY = {
 # ---- parameter names
 
 
-class ParsedName(NamedTuple):
-    """Say what a Megatron parameter holds: HF kinds in the order they are joined (gate, up), local layer and expert.
+UNSTACKED, UP_STACK, DOWN_STACK = "as HF", "[H, e * 2F] used as view(e, H, 2F)", "[e * F, H] used as view(e, F, H)"
+_STACKS = {".mlp.experts.weight1": UP_STACK, ".mlp.experts.weight2": DOWN_STACK}
 
-    Of the query's kinds (q_proj; q_a_proj, q_b_proj) a model has those that its q_lora_rank gives.
+
+class ParameterContents(NamedTuple):
+    """Describe what a parameter holds: HF kinds joined along rows (gate, up), local layer and local expert, or None.
+
+    Of the query's kinds (q_proj; q_a_proj, q_b_proj) a model has those that its q_lora_rank gives. `stacking`:
+    UNSTACKED, or the stack of experts as which the parameter holds them: UP_STACK or DOWN_STACK.
     """
 
     kinds: tuple[str, ...]
     layer: int | None
     expert: int | None
+    stacking: str
+
+    def shape(self, hf_shape: Sequence[int], count: int) -> tuple[int, ...]:
+        """Return the parameter's shape; `hf_shape`: that of its joined HF tensors, in a stack those of one expert."""
+        if self.stacking == UNSTACKED:
+            return tuple(hf_shape)
+        rows, columns = hf_shape
+        return (columns, count * rows) if self.stacking == UP_STACK else (count * columns, rows)
+
+    def hf_views(self, tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
+        """Return views of the parameter in HF orientation: one for each of `count` local experts if stacked, else one.
+
+        Expects the parameter's own shape (see `shape`).
+        """
+        if self.stacking == UNSTACKED:
+            return [tensor]
+        split = split_weight1 if self.stacking == UP_STACK else split_weight2
+        return split(tensor, count)
 
 
 def te_name(name: str) -> str:
@@ -77,7 +100,7 @@ def te_name(name: str) -> str:
     return name
 
 
-def parse_name(name: str, library: str) -> ParsedName:
+def parse_name(name: str, library: str) -> ParameterContents:
     """Return what the parameter or buffer `name` of a GPTModel chunk holds.
 
     The name may have the prefixes ("module.") of DDP and Float16Module. `library`: a key of NAMES_BY_LIBRARY.
@@ -88,7 +111,8 @@ def parse_name(name: str, library: str) -> ParsedName:
         match = pattern.fullmatch(bare)
         if match:
             numbers = {key: int(value) for key, value in match.groupdict().items()}
-            return ParsedName(kinds, numbers.get("layer"), numbers.get("expert"))
+            stacking = next((stack for end, stack in _STACKS.items() if bare.endswith(end)), UNSTACKED)
+            return ParameterContents(kinds, numbers.get("layer"), numbers.get("expert"), stacking)
     names, unsupported = NAMES_BY_LIBRARY[library]
     raise ConfigError(
         f"parameter {name!r} is not a DeepSeek-V3 parameter of library {library}; expected a name such as "

@@ -32,7 +32,6 @@ import torch.distributed as dist
 from verl import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 
-from verl_patches.errors import ConfigError
 from verl_patches.heartbeat import heartbeat
 from verl_patches.heartbeat.calls import take_starts
 from verl_patches.layout.phases import START
@@ -238,15 +237,7 @@ class RecipeWorker(TrainingWorker):
 
     def _token_budget(self, stage: str) -> int | None:
         """Return the budget of `stage` if our rows make micro batches (step/batches/micro_batches.py), else None."""
-        ours = is_on("update.dynamic_batches")
-        a3 = ours or self.recipe.line == "a3"  # verl 0.4.0 has its own dynamic batches
-        budget = token_budget(self.config, stage) if a3 else None
-        if budget is not None and not ours:
-            raise ConfigError(
-                f"stage {stage}: expected row update.dynamic_batches on, because (log_prob_)use_dynamic_bsz is true, "
-                "found it off; switch the row on, or set the key to false"
-            )
-        return budget
+        return token_budget(self.config, stage) if is_on("update.dynamic_batches") else None
 
     # ---- the same stages on tensors that stay in this process (recipe.tensor_cache)
 
