@@ -25,7 +25,6 @@ from verl_patches.reshard.train_tensors import TrainTensor, inventory_and_librar
 from verl_patches.reshard.verify import Verifier, check_map
 
 log = logging.getLogger(__name__)
-CHECK_ALL_REDUCES = 2  # all-reduces before the executor's: is the engine ready (worker/sharding.py), are the maps valid
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,7 @@ class WorkerReshard:
             self._verify(verifier, model)
         else:
             report = self.executor.run()
-        facts = {"collectives": report.collectives + CHECK_ALL_REDUCES, "verified": verify, "learnt": learnt}
-        self.reports.append({**asdict(report), **facts})
+        self.reports.append({**asdict(report), "verified": verify, "learnt": learnt})
         return report
 
     def _verify(self, verifier: Verifier, model: torch.nn.Module) -> None:
