@@ -42,7 +42,6 @@ from verl_patches.patching import engine
 from verl_patches.patching.engine import is_on
 from verl_patches.platform import as_npu, load_emulation
 from verl_patches.platform.loopback_store import loopback_store
-from verl_patches.reshard.weight_sync import Settings
 from verl_patches.rollout.engine import PreemptionCounter
 from verl_patches.rollout.rebalance_engine import Rebalancer
 from verl_patches.spec import run_from_config
@@ -146,9 +145,7 @@ class RecipeWorker(TrainingWorker):
             load = count_rollout_load(vllm_worker(rollout.inference_engine).model_runner.model)
             self.expert_loads = {**self.expert_loads, "rollout": load}
         if isinstance(manager, RecipeShardingManager):
-            layouts = self.run.train, self.run.rollout
-            manager.sync_enabled = recipe.weight_sync.enabled
-            manager.settings = Settings(*layouts, recipe.line, recipe.reshard.bucket_bytes, recipe.reshard.verify)
+            manager.run_spec = self.run
         return rollout, manager
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
