@@ -226,7 +226,7 @@ MODEL: tuple[PatchSpec, ...] = (
          "verl_patches.worker.models:load_deepseekv3",
          "verl loads HF weights into Megatron for Llama and Qwen2 only "
          "(verl.models.weight_loader_registry.get_weight_loader), through a whole HF model on every rank, twice.",
-         exit="verl loads DeepSeek-V3 safetensors into Megatron", lines=_PYPI,
+         exit="verl loads DeepSeek-V3 safetensors into Megatron",
          bindings=(f"{_WORKERS}:load_megatron_gptmodel_weights",)),
     _row("model.train_dtype", "override", f"{_ACTOR}._build_model_optimizer",
          "verl_patches.worker.recipe_worker:RecipeWorker._build_model_optimizer",
@@ -276,11 +276,6 @@ MINDSPEED: tuple[PatchSpec, ...] = (
     _a3("model.mindspeed_converter", "register", f"{_REGISTRY}:MODEL_WEIGHT_CONVERTER_REGISTRY",
         "verl_patches.worker.models:weight_converters",
         "verl has no DeepSeek-V3 names at this commit", exit=_VERL_HAS_IT),
-    _a3("model.mindspeed_load_hf", "wrap", "verl.utils.model:load_megatron_gptmodel_weights",
-        "verl_patches.worker.models:load_mindspeed",
-        "verl loads HF weights into Megatron for Llama and Qwen2 only "
-        "(verl.models.weight_loader_registry.get_weight_loader), once for the reference and once for the actor",
-        exit=_VERL_HAS_IT, bindings=(f"{_WORKERS}:load_megatron_gptmodel_weights",)),
     _a3("model.saver_name", "wrap", "verl.models.weight_loader_registry:get_weight_saver",
         f"{_MINDSPEED}.compat:refuse_to_save_deepseekv3",
         "MegatronCheckpointManager.__init__ of every worker looks its model's saver up, saving or not; there is none "

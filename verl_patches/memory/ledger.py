@@ -24,16 +24,18 @@ class MemoryLedgerError(RecipeError):
 
 @dataclass
 class _Entry:
-    """Hold the state of one memory group; the first four fields are the arguments of `Ledger.register`.
+    """Hold the state of one memory group.
 
-    `full_bytes` is None until the group was first measured on the device. `may_be_resident`: for a group of
-    any size, whether it may be on the device, as the schedule has not released it since it was last expected there.
+    `full_bytes`: its bytes on the device; None takes the first measurement there. `partial_at_first`: it may hold less
+    until it has once held `full_bytes` (Adam's moments are made in the first step). `any_size`: any number of bytes is
+    accepted, also in phases that come again (REMAX generates twice), until the schedule releases it; `may_be_resident`:
+    whether such a group may be on the device, as the schedule has not released it since it was last expected there.
     """
 
     held_bytes: Callable[[], int]
-    full_bytes: int | None
-    partial_at_first: bool
-    any_size: bool
+    full_bytes: int | None = None
+    partial_at_first: bool = False
+    any_size: bool = False
     may_be_resident: bool = False
 
 
@@ -58,23 +60,9 @@ class Ledger:
     def __post_init__(self) -> None:
         self._expected = residency(self.schedule, self.unmoved_groups)
 
-    def register(
-        self,
-        group: str,
-        measure: Callable[[], int],
-        *,
-        full_bytes: int | None = None,
-        partial_at_first: bool = False,
-        any_size: bool = False,
-    ) -> None:
-        """Add a memory group to the ledger; `measure()` returns the bytes that it holds now.
-
-        `full_bytes`: its bytes on the device; None takes the first measurement there. `partial_at_first`: it may
-        hold less until it has once held `full_bytes` (Adam's moments are made in the first step). `any_size`: any
-        number of bytes is accepted, also in phases that come again (REMAX generates twice), until the schedule
-        releases it.
-        """
-        self._entries[group] = _Entry(measure, full_bytes, partial_at_first, any_size)
+    def register(self, group: str, measure: Callable[[], int], **options: Any) -> None:
+        """Add a memory group; `measure()` returns the bytes that it holds now; `options`: fields of `_Entry`."""
+        self._entries[group] = _Entry(measure, **options)
 
     def enter(self, phase: str) -> None:
         """Record and check the groups after the moves at `phase`'s entry; a strict ledger raises MemoryLedgerError."""

@@ -112,13 +112,8 @@ class WorkerMemory:
 
     def _register_training(self, trained: TrainedModel, ledger: Ledger) -> None:
         buffers, optimizer, groups = measure.ddp_buffers(trained.chunks), trained.optimizer, trained.groups
-        for group, name in ((groups.params, "param_data"), (groups.grads, "grad_data")):
-            full = sum(buffer.numel * getattr(buffer, name).element_size() for buffer in buffers)
-
-            def tensors(name: str = name) -> list[torch.Tensor]:
-                return [getattr(buffer, name) for buffer in buffers]
-
-            ledger.register(group, self._byte_counter(tensors), full_bytes=full)
+        ledger.register(groups.params, self._byte_counter(lambda: [buffer.param_data for buffer in buffers]))
+        ledger.register(groups.grads, self._byte_counter(lambda: [buffer.grad_data for buffer in buffers]))
         states = self._byte_counter(lambda: measure.optimizer_tensors(optimizer))
         full = measure.optimizer_full_bytes(optimizer)
         # With swap_optimizer only a window of the states, `full` at most, is on the device, and only during a step; the

@@ -22,6 +22,7 @@ from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.memory.host_backed import single_optimizers
 from verl_patches.memory.offload import parameters_loaded
 from verl_patches.memory.schedule import CRITIC
+from verl_patches.patching import engine
 from verl_patches.patching.engine import is_on
 from verl_patches.reshard.rank_errors import gather
 from verl_patches.reshard.region import Region, region_view
@@ -39,7 +40,7 @@ folder_reads: Current[int] = Current(0)  # how often this process has read a mod
 copy_source: Current[tuple[str, Sequence[torch.nn.Module]] | None] = Current(None)
 
 
-def load_deepseekv3(load_megatron_gptmodel_weights: Callable, line: str = "pypi") -> Callable:
+def load_deepseekv3(load_megatron_gptmodel_weights: Callable) -> Callable:
     """Wrap verl's `load_megatron_gptmodel_weights`: load DeepSeek-V3 with this module, other models with verl."""
 
     @functools.wraps(load_megatron_gptmodel_weights)
@@ -50,18 +51,13 @@ def load_deepseekv3(load_megatron_gptmodel_weights: Callable, line: str = "pypi"
             )
         from verl.utils.fs import copy_to_local
 
-        wait_s, layout = WAIT_S, None
+        line, wait_s, layout = engine.current_engine().switches.line, WAIT_S, None
         if config.get(RUN) is not None:
             run = run_from_config(config)
             wait_s, layout = run.recipe.timeouts.load_s, _layout_with_layers(run.train, model_config.num_hidden_layers)
         return load_model(copy_to_local(config.model.path), parallel_model, line, wait_s, layout, is_value_model)
 
     return load_gpt_weights
-
-
-def load_mindspeed(load_megatron_gptmodel_weights: Callable) -> Callable:
-    """Wrap verl's loader like `load_deepseekv3`, for MindSpeed-LLM's parameters."""
-    return load_deepseekv3(load_megatron_gptmodel_weights, "a3")
 
 
 def _layout_with_layers(layout: ParallelLayout, num_layers: int) -> ParallelLayout:

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from verl_patches.layout.inventory import DTYPE_BYTES, build_inventory
-from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import static_bytes
 from verl_patches.platform.npu import MC2_MIN_RANKS
 from verl_patches.spec import RunSpec
@@ -59,12 +58,11 @@ def group_kinds(run: RunSpec) -> dict[str, GroupKind]:
         if run.recipe.rollout.enable_expert_parallel:
             batch = -(-run.max_num_seqs // rollout.tp)
             kinds[EXPERTS] = (rollout, "instance", "all_to_all", batch * routed * size)
-    made = {name: _kind(*kind) for name, kind in kinds.items()}
+    made = {
+        name: GroupKind(layout.groups(axis), collective, size_bytes)
+        for name, (layout, axis, collective, size_bytes) in kinds.items()
+    }
     return {name: kind for name, kind in made.items() if len(kind.groups[0]) > 1}
-
-
-def _kind(layout: ParallelLayout, axis: str, collective: str, size_bytes: int) -> GroupKind:
-    return GroupKind(layout.groups(axis), collective, size_bytes)
 
 
 def group_probes(run: RunSpec) -> tuple[str, ...]:
