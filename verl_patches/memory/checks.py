@@ -36,8 +36,6 @@ def _sleep_check(run: RunSpec) -> Check:
     elif graphs and run.graphs.get("use_cached_graph"):
         fault = "use_cached_graph is set, whose graphs no patch changes"
     if fault:
-        text = (
-            "captured graphs would read weights at their addresses before sleep; expected patch memory.sleep_mode off"
-        )
-        return Check(name, False, f"{fault}: {text}, or this changed")
+        text = "captured graphs would read weights at their addresses before sleep"
+        return Check(name, False, f"{fault}: {text}; change this, or switch patch memory.sleep_mode off")
     return Check(name, True, "weights and KV cache are freed between rollouts, to torch's allocator")

@@ -16,7 +16,7 @@ from typing import Any
 
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.layout.sharding import local_parameters
-from verl_patches.reshard.plan import NEARNESS, RankPlan, ReshardPlan
+from verl_patches.reshard.plan import NEARNESS, RankPlan, ReshardPlan, nearness
 from verl_patches.reshard.region import Region, contains, cover, row_bytes, shard_region, wire_bytes
 
 
@@ -122,7 +122,7 @@ def figures(plan: ReshardPlan) -> dict[str, Any]:
     sent = _min_mean_max(plan.sent_bytes)
     near = dict.fromkeys(NEARNESS[1:], 0)
     for piece in plan.pieces:
-        near[plan.topology.nearness(piece.sender, piece.receiver)] += piece.size_bytes
+        near[nearness(piece.sender, piece.receiver)] += piece.size_bytes
     busiest = max(*plan.sent_bytes, *plan.received_bytes)
     return {
         "ranks": plan.world_size,
@@ -188,7 +188,7 @@ def tensor_path(plan: ReshardPlan, name: str, rank: int) -> dict[str, Any]:
     steps = []
 
     def add(verb: str, peer: int, number: int | None, regions: Iterable[Region]) -> None:
-        place = {"stage": plan.stages[peer], "nearness": plan.topology.nearness(rank, peer), "bucket": number}
+        place = {"stage": plan.stages[peer], "nearness": nearness(rank, peer), "bucket": number}
         for region in regions:
             if region.name == name:
                 size = region.rows * row_bytes(parameter, region.axis)

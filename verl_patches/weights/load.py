@@ -52,10 +52,10 @@ def load_weights(
     `line`: "a3" for MindSpeed-LLM's parameters, else Megatron's. `layout`: that of `chunks`, with layers_per_stage;
     None takes it from `model_layout`, a collective whose timeout names no rank. Values are converted to each
     parameter's dtype; correction biases stay fp32 although a bf16 wrapper casts them. A value model takes its head from
-    a folder that has one, otherwise it is drawn (`draw_head`). Needs
-    Megatron's process groups. Every rank of torch.distributed must call it, with the same `key`, which no other load
-    has used: it returns once all have loaded, and raises RecipeError as `SharedLoad.wait` does after `wait_s`. Raises
-    ConfigError as `open_source` does, and for a parameter that is not of config.json's model.
+    a folder that has one, otherwise it is drawn (`draw_head`). Needs Megatron's process groups. Every rank of
+    torch.distributed must call it, with the same `key`, which no other load has used: it returns once all have loaded,
+    and raises RecipeError as `SharedLoad.wait` does after `wait_s`. Raises ConfigError as `open_source` does, and for a
+    parameter that is not of config.json's model.
     """
     for chunk in unwrap_chunks(chunks):
         keep_bias_fp32(chunk)
