@@ -5,8 +5,8 @@
     load    reads weights, states, counts and generators, and compares them with the digests of the manifest
 
 A memory group that the memory schedule has on the host needs no copy (memory/host_backed.py); weights on the device
-are copied once, for the save and for their next offload. The next call of any of these methods, and the step's report,
-raise errors of the thread.
+are copied once, for the save and for their next offload. The next call of any of these methods raises errors of the
+thread.
 """
 
 from __future__ import annotations
@@ -134,11 +134,6 @@ class WorkerCheckpoint:
         if self._write_future is not None:
             writing, self._write_future = self._write_future, None
             writing.result()
-
-    def raise_write_error(self) -> None:
-        """Raise the error of the writing thread, if it has ended."""
-        if self._write_future is not None and self._write_future.done():
-            self.wait()
 
     def _copy_to_host(self) -> tuple[dict[int, HostBackedStorage], int]:
         """Return ({storage identity: its current host copy}, bytes copied) of all that the memory schedule can move."""

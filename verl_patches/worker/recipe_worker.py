@@ -303,8 +303,6 @@ class RecipeWorker(TrainingWorker):
         rebalance, routing_replay, profile: results of Rebalancer.take_counts, RoutingReplay.end_step,
         PhaseProfiler.take_files; None where the feature is off.
         """
-        if self.checkpoint is not None:
-            self.checkpoint.raise_write_error()
         if cached_batch.value is not None:
             cached_batch.value.cache.close()
         sums, self.log_prob_sums = self.log_prob_sums, None
