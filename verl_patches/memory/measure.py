@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -29,11 +29,6 @@ def held_bytes(tensors: Iterable[Any], device_type: str) -> int:
 def tensors_in(tensors: Iterable[Any]) -> Iterator[torch.Tensor]:
     """Return every tensor of nested lists and tuples, in order, without None."""
     return (tensor for tensor in tree_leaves(list(tensors)) if tensor is not None)
-
-
-def ddp_buffers(chunks: Sequence[Any]) -> list[Any]:
-    """Return Megatron's buffers of a model in DDP, including those of routed experts."""
-    return [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
 
 def optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:

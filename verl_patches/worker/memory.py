@@ -111,7 +111,8 @@ class WorkerMemory:
             ledger.register("reward_params", self._byte_counter(lambda: [list(m.parameters()) for m in chunks]))
 
     def _register_training(self, trained: TrainedModel, ledger: Ledger) -> None:
-        buffers, optimizer, groups = measure.ddp_buffers(trained.chunks), trained.optimizer, trained.groups
+        optimizer, groups = trained.optimizer, trained.groups
+        buffers = [b for chunk in trained.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         ledger.register(groups.params, self._byte_counter(lambda: [buffer.param_data for buffer in buffers]))
         ledger.register(groups.grads, self._byte_counter(lambda: [buffer.grad_data for buffer in buffers]))
         states = self._byte_counter(lambda: measure.optimizer_tensors(optimizer))
@@ -145,12 +146,7 @@ class WorkerMemory:
         if scheduler is None:
             yield
             return
-        handlers = training_handlers(trained.chunks, trained.optimizer, trained.groups)
-        offloaded = [
-            handlers[group]
-            for group in (trained.groups.params, trained.groups.optimizer)
-            if scheduler.has_handler(group) and not scheduler.is_resident(group)
-        ]
+        offloaded = scheduler.offloaded_handlers((trained.groups.params, trained.groups.optimizer))
         for handler in offloaded:
             handler.load()
         try:

@@ -54,15 +54,12 @@ def load_deepseekv3(load_megatron_gptmodel_weights: Callable) -> Callable:
         line, wait_s, layout = engine.current_engine().switches.line, WAIT_S, None
         if config.get(RUN) is not None:
             run = run_from_config(config)
-            wait_s, layout = run.recipe.timeouts.load_s, _layout_with_layers(run.train, model_config.num_hidden_layers)
+            # a list of layers also where null splits them evenly
+            layers = tuple(map(len, run.train.chunk_layers(model_config.num_hidden_layers)))
+            wait_s, layout = run.recipe.timeouts.load_s, dataclasses.replace(run.train, layers_per_stage=layers)
         return load_model(copy_to_local(config.model.path), parallel_model, line, wait_s, layout, is_value_model)
 
     return load_gpt_weights
-
-
-def _layout_with_layers(layout: ParallelLayout, num_layers: int) -> ParallelLayout:
-    """Return the layout with layers_per_stage as a list, also where null splits `num_layers` evenly."""
-    return dataclasses.replace(layout, layers_per_stage=tuple(map(len, layout.chunk_layers(num_layers))))
 
 
 def load_model(
