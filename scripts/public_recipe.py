@@ -130,7 +130,7 @@ SETTINGS = (
         "overlap_grad_reduce",
         True,
         _ENGINE,
-        f"{_TRAIN}.overlap_grad_reduce",
+        "",
         "without effect there: verl.utils.megatron_utils.get_model at the pin builds DDP without it",
     ),
     Setting("no_gradient_accumulation_fusion=True", False, _ENGINE, f"{_TRAIN}.gradient_accumulation_fusion"),
@@ -178,7 +178,7 @@ SETTINGS = (
     Setting("enable_prefix_caching", False, _SPMD, f"{_ASCEND}.prefix_caching"),
     Setting("chunked_prefill_for_mla", False, "unset", f"{_ASCEND}.chunked_prefill_for_mla"),
     Setting("rollout.gpu_memory_utilization", 0.8, "start", f"{_ROLLOUT}.gpu_memory_utilization"),
-    Setting("enable_sleep_mode", False, _SPMD, f"{_ASCEND}.vllm_sleep_mode"),
+    Setting("enable_sleep_mode", False, _SPMD, note="false here too (row memory.sleep_mode)"),
     Setting(
         "frozen_parameter",
         "as the pin, True",

@@ -197,7 +197,7 @@ MODEL: tuple[PatchSpec, ...] = (
          "verl_patches.worker.models:load_deepseekv3",
          "verl loads HF weights into Megatron for Llama and Qwen2 only "
          "(verl.models.weight_loader_registry.get_weight_loader), through a whole HF model on every rank, twice.",
-         exit="verl loads DeepSeek-V3 safetensors into Megatron", lines=_PYPI,
+         exit="verl loads DeepSeek-V3 safetensors into Megatron",
          bindings=(f"{_WORKERS}:load_megatron_gptmodel_weights",)),
     _row("model.train_dtype", "override", f"{_ACTOR}._build_model_optimizer",
          "verl_patches.worker.recipe_worker:RecipeWorker._build_model_optimizer",
@@ -247,11 +247,6 @@ MINDSPEED: tuple[PatchSpec, ...] = (
     _a3("model.mindspeed_converter", "register", f"{_REGISTRY}:MODEL_WEIGHT_CONVERTER_REGISTRY",
         "verl_patches.worker.models:weight_converters",
         "verl has no DeepSeek-V3 names at this commit", exit=_VERL_HAS_IT),
-    _a3("model.mindspeed_load_hf", "wrap", "verl.utils.model:load_megatron_gptmodel_weights",
-        "verl_patches.worker.models:load_mindspeed",
-        "verl loads HF weights into Megatron for Llama and Qwen2 only "
-        "(verl.models.weight_loader_registry.get_weight_loader), once for the reference and once for the actor",
-        exit=_VERL_HAS_IT, bindings=(f"{_WORKERS}:load_megatron_gptmodel_weights",)),
     _a3("model.saver_name", "wrap", "verl.models.weight_loader_registry:get_weight_saver",
         f"{_MINDSPEED}.compat:refuse_to_save_deepseekv3",
         "MegatronCheckpointManager.__init__ of every worker looks its model's saver up, saving or not; there is none "
@@ -281,11 +276,6 @@ MINDSPEED: tuple[PatchSpec, ...] = (
         f"{_MINDSPEED}.start:optimizer_config_from_arguments",
         "verl hands over lr, clip and decay only, in bf16 always",
         exit="verl hands Megatron's optimizer all of its settings"),
-    _a3("update.grad_overlap", "wrap", "verl.utils.megatron_utils:DDP",
-        "verl_patches.worker.models:overlapping_ddp",
-        "verl builds DDP with overlap_grad_reduce=False (verl.utils.megatron_utils.get_model), and gives the schedules "
-        "no no_sync, without which each micro batch would start a reduction", feature="overlap_grad_reduce",
-        exit="verl takes DDP's settings from its configuration and gives the schedules no_sync"),
     _a3("update.lr_schedule", "wrap", "verl.workers.actor.megatron_actor:MegatronPPOActor.update_policy",
         f"{_MINDSPEED}.start:step_lr_schedule",
         "verl has no learning-rate schedule for Megatron at this commit (a TODO of verl.utils.megatron.optimizer)",
@@ -488,7 +478,8 @@ MEMORY: tuple[PatchSpec, ...] = (
          "verl brings training weights to the host and back around every call, into host memory made anew each time; "
          "at 54c9b736 routed experts stay on the die. Ours is one table (memory/schedule.py).",
          exit="verl moves memory by one table, into host memory that it keeps, and only what was written to",
-         needs=("update.recipe_worker", "rollout.engine", "update.sharding_manager", "memory.empty_cache")),
+         needs=("update.recipe_worker", "rollout.engine", "update.sharding_manager", "memory.empty_cache",
+                "checkpoint.parts")),
     _row("memory.empty_cache", "wrap", f"{_WORKERS}:torch", "verl_patches.worker.memory:torch_without_empty_cache",
          "verl gives the allocator's pool back after every call, pass and update, and the next stage asks the device "
          "for the same memory again; with memory.order the schedule says where.",
@@ -498,14 +489,13 @@ MEMORY: tuple[PatchSpec, ...] = (
          "verl_patches.worker.rollout_engine:RolloutEngine.sleep",
          "vLLM's sleep mode copies all weights to the host at every sleep, although the weight sync overwrites them, "
          "and takes memory past torch's allocator; a CPU has none. Ours gives the storages' memory back and takes it "
-         "again, also with graphs; or vLLM's without that copy (recipe.rollout.ascend.vllm_sleep_mode=true).",
+         "again, also with graphs.",
          exit="vLLM drops weights that are to be replaced, at sleep, into torch's pool", needs=("rollout.engine",)),
     _ascend("memory.graph_addresses", "wrap", "vllm_ascend.worker.model_runner_v1:torchair",
             "verl_patches.worker.rollout_engine:torchair_with_live_addresses",
             "NPUModelRunner compiles graphs with frozen_parameter, so Parameters must keep their addresses, which only "
-            "vLLM's sleep mode does; recipe.rollout.ascend.vllm_sleep_mode=false frees them to torch's pool and "
-            "compiles graphs without it.", role="correctness", feature="graphs",
-            exit="vllm-ascend has an option for frozen_parameter"),
+            "vLLM's sleep mode does; memory.sleep_mode frees them to torch's pool.", role="correctness",
+            feature="graphs", exit="vllm-ascend has an option for frozen_parameter"),
 )  # fmt: skip
 
 DISPATCH: tuple[PatchSpec, ...] = (

@@ -77,9 +77,6 @@ class Train:
     unpadded_attention: pass attention values with their own v_head_dim, instead of padding query, key and value. At
     671B they are padded to 256.
     moe_alltoall_overlap_comm: overlap the experts' exchange with computation.
-    overlap_grad_reduce: reduce gradients in the backward pass of the last micro batch, bucket by bucket, instead of
-    after it. Only the first pipeline stage has several buckets.
-    ddp_bucket_size: parameters of a bucket; null is Megatron's: 40 million, or a million a data-parallel rank if more.
     distributed_timeout_minutes: time limit of a training collective; HCCL's own, on NPUs, is a minute less.
     moe_router_bias_update_rate: step size of the router's correction bias; 0 leaves it unchanged. It grows for experts
     with few tokens of the update. No auxiliary loss is used.
@@ -103,8 +100,6 @@ class Train:
     gemm_gradient_accumulation_fusion: bool = False
     unpadded_attention: bool = False
     moe_alltoall_overlap_comm: bool = False
-    overlap_grad_reduce: bool = False
-    ddp_bucket_size: Count | None = None
     distributed_timeout_minutes: Count = 30
     moe_router_bias_update_rate: NotNegative = 0.0
     balanced_routing: bool = False
@@ -139,10 +134,6 @@ class RolloutAscend:
     (vllm_ascend.attention.mla_v1.AscendMLAImpl._forward_prefill).
     mla_pa: let eager decode read both KV caches in place, in place of a copy (VLLM_ASCEND_MLA_PA).
     prefix_caching: let requests share the KV of equal prefixes, as the n responses of a prompt do.
-    vllm_sleep_mode: false frees weights and KV cache to torch's pool, has graphs read addresses at each call (row
-    memory.graph_addresses), and gives torch expandable segments (PYTORCH_NPU_ALLOC_CONF); not tried with torchair's
-    compiler. true keeps vLLM's sleep mode, whose memory comes back at the addresses that graphs hold
-    (docs/the-step.md).
     top_k_optimize: apply top-k and top-p by a threshold, without a scatter of the vocabulary's 129,280 words
     (VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE, vllm_ascend.patch.worker.patch_common.patch_sampler).
     """
@@ -157,7 +148,6 @@ class RolloutAscend:
     chunked_prefill_for_mla: bool = False
     mla_pa: bool = True
     prefix_caching: bool = True
-    vllm_sleep_mode: bool = False
     top_k_optimize: bool = True
 
 

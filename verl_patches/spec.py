@@ -20,7 +20,7 @@ from pydantic import AfterValidator, ConfigDict, PlainSerializer, TypeAdapter
 from verl_patches.errors import Check, ConfigError, our_command
 from verl_patches.layout.inventory import DTYPE_BYTES, ModelShape, build_inventory
 from verl_patches.layout.parallel import ParallelLayout
-from verl_patches.layout.sharding import OPTIMIZER_BYTES
+from verl_patches.layout.sharding import OPTIMIZER_BYTES, train_library
 from verl_patches.patching.switches import Switches
 from verl_patches.platform import as_npu
 from verl_patches.platform.npu.machine import HARDWARE, Hardware
@@ -157,7 +157,7 @@ class RunSpec:
     @property
     def train_library(self) -> str:
         """Return the name of the training library in layout/sharding.py."""
-        return "mindspeed" if self.line == A3 else "megatron-local"
+        return train_library(self.line)
 
     @property
     def rollout_library(self) -> str:

@@ -23,14 +23,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.upstream]
 # mixed batches of decodes and prefills need the ring kernel, or whole prompts
 GRAPHS = ("graphs=true", "graph_batch_sizes=[8]", "chunked_prefill_for_mla=true")
 MULTISTREAM = (*GRAPHS, "multistream_mla=true", "multistream_moe=true", "view_optimize=false")
-VLLM_SLEEP = "vllm_sleep_mode=true"
+VLLM_SLEEP = "recipe.patches=[-memory.sleep_mode]"
 EVERYTHING = (  # all but the swapped optimizer
     *(option for option in OFFLOAD if ".optimizer_offload" not in option),  # the swapped optimizer is for bf16
     "recipe.train.skip_old_log_prob=true",
     "recipe.train.moe_alltoall_overlap_comm=true",
     "recipe.train.gemm_gradient_accumulation_fusion=true",
-    "recipe.train.overlap_grad_reduce=true",
-    "recipe.train.ddp_bucket_size=4000",
     "recipe.tensor_cache.enabled=true",
     "recipe.memory.ledger=strict",
     "recipe.profile.steps=[1]",
@@ -120,7 +118,7 @@ def recomputed(layers):
     ("layout", "ranks", "graphs"),
     [
         pytest.param(
-            "pp2", ("rollout=tp2", REPLAY, *recomputed([2, 1])), (*GRAPHS, VLLM_SLEEP), marks=pytest.mark.nightly
+            "pp2", ("rollout=tp2", REPLAY, VLLM_SLEEP, *recomputed([2, 1])), GRAPHS, marks=pytest.mark.nightly
         ),
         (
             "tp2ep2",
@@ -141,7 +139,7 @@ def test_layouts_and_graphs_change_no_step(emulated, layout, ranks, graphs):
     assert_bringup_compares_the_operators(run)
     if EVERYTHING[0] in ranks:
         assert all("log_prob" not in s["seconds"] and s["tensor_cache"]["received_bytes"] > 0 for s in run.steps)
-        assert all(s["memory"]["violations"]["count"] == 0 and s["offload"]["copies_per_byte"] == 1 for s in run.steps)
+        assert all(s["memory"]["violations"]["count"] == 0 and s["offload"]["moves"] for s in run.steps)
         assert "vLLM's dp 0,2" in run.log and "vLLM's dp 1,3" in run.log  # counted by the watch
         trace, memory = run.steps[0]["profile"]["files"]
         assert (run.folder / "profile" / trace).name == "trace_view.json" and memory.endswith("rollout.memory.pickle")
@@ -176,9 +174,9 @@ def test_a_level_changes_no_step(emulated, level):
 @pytest.mark.nightly
 def test_a_sleep_that_frees_nothing_ends_the_run_before_step_one(emulated):
     """Check the failure; in the two runs above each sleep of each rank is checked in both sleep modes."""
-    run = emulated("1", "rollout=dp2", *with_options((*GRAPHS, VLLM_SLEEP)), hook("sleep_frees_nothing"), ok=False)
+    run = emulated("1", "rollout=dp2", VLLM_SLEEP, *with_options(GRAPHS), hook("sleep_frees_nothing"), ok=False)
     assert run.code == 1 and not run.steps and "RecipeError" in run.summary["exit"], run.summary["exit"]
-    for words in ("rank 1: expected", "bytes more free memory", "rollout_weights", "kv_cache", "vllm_sleep_mode=false"):
+    for words in ("rank 1: expected", "bytes more free memory", "rollout_weights", "kv_cache", "memory.sleep_mode on"):
         assert words in run.summary["exit"], run.summary["exit"]
 
 

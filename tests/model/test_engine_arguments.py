@@ -101,7 +101,6 @@ def test_256_dies(name):
         (["recipe.train.swap_optimizer=true", f"{ACTOR}optimizer_offload=true", "recipe.dtype=bf16"],
          "on the host already"),
         (["recipe.train.swap_optimizer=true"], "does not support fp32 weights"),
-        (["recipe.train.ddp_bucket_size=9"], "all gradients are one bucket"),
         (["actor_rollout_ref.model.enable_gradient_checkpointing=true"], "must be full or selective"),
         ([*FULL, f"{LAYERS_KEY}=auto"], "is auto: the memory plan must replace it"),
         (FULL, "must be a number of layers, one for each stage, or auto"),

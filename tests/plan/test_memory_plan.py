@@ -38,7 +38,6 @@ pytestmark = pytest.mark.slow
 A3_SEEN_BYTES = HARDWARE["a3"].seen_bytes
 BIG, TINY = "deepseekv3_256die_random_init", "deepseekv3_tiny_cpu"
 DIRECT_ROWS = ("reshard.direct", "memory.order")
-VLLM_SLEEP_MODE = "recipe.rollout.ascend.vllm_sleep_mode=true"
 ACTOR = "actor_rollout_ref.actor."
 
 

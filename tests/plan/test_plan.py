@@ -93,9 +93,9 @@ def test_a_plan_has_traffic_and_ports():
 
 def test_the_settings_of_the_published_run_give_its_rows_through_a_config():
     """Check level reference with the published recomputation and offload, for which the recipe has its own code."""
-    switches = "-reshard.*,-memory.order,-memory.ledger"
+    switches = "-reshard.*,-memory.order,-memory.ledger,-memory.sleep_mode"
     share = "actor_rollout_ref.rollout.gpu_memory_utilization=0.9"  # whose KV cache holds all 64 sequences of a replica
-    published = ("recipe.rollout.ascend.vllm_sleep_mode=true", f"{LAYERS_KEY}=4", share)
+    published = (f"{LAYERS_KEY}=4", share)
     step = make_plan(BIG, *published, f"recipe.patches=[{switches}]")["step"]
     seconds = {phase["phase"]: phase["seconds"] for phase in step["phases"]}
     quoted = {"rollout": 318.27, "ref": 104.7, "update": 328.8, "reshard": 11.18, "offload": 24.45}

@@ -100,7 +100,7 @@ REFUSED = [
     (rules.ascend_checks, LARGE, EIGHT_RANKS, [r"split over 8 ranks, expected at least 16.* all-to-all"]),
     (rules.sleep_checks, TINY, [f"{SAMPLING}.enforce_eager=false", OFF("memory.*")],
      ["platform is cpu, .*; expected recipe.patches without -memory.sleep_mode and .*enforce_eager=true"]),
-    (rules.sleep_checks, LARGE, [OFF("memory.graph_addresses")], ["expected true, as memory.graph_addresses is off"]),
+    (rules.sleep_checks, LARGE, [OFF("memory.graph_addresses")], ["memory.graph_addresses is off: captured graphs"]),
     (rules.sleep_checks, LARGE, [CACHED_GRAPH], ["use_cached_graph is set, whose graphs no patch changes"]),
     (rules.length_checks, LARGE, [f"{SAMPLING}.enable_chunked_prefill=true", "data.max_prompt_length=200000"],
      ["1024; expected .* 203072", "model's 163840 positions"]),

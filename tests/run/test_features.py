@@ -27,7 +27,6 @@ CHANGES = [
     ({"actor_rollout_ref.ref.log_prob_use_dynamic_bsz": True}, {"dynamic_batches"}),
     ({"recipe.expert_load": True}, {"expert_load"}),
     ({"recipe.objective.name": "dpo", ON_POLICY: False}, {"fixed_data"}),
-    ({"recipe.train.overlap_grad_reduce": True}, {"overlap_grad_reduce"}),
     ({f"{ASCEND}.graphs": False}, {"graphs"}),
     ({"recipe.memory.ledger": "off"}, {"memory_ledger"}),
     ({ON_POLICY: False}, {"on_policy"}),

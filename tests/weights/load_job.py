@@ -140,7 +140,7 @@ def copies_job(folder: Path, other: Path) -> dict[str, object]:
     params.load()
     found["another folder"] = load_second(path=other)
     found["bf16"] = load_second(torch.bfloat16)
-    copy_source.value = str(folder), reference, False
+    copy_source.value = str(folder), reference
     with torch.no_grad():
         next(iter(reference[0].parameters())).add_(1)
     found["control"] = load_second()

@@ -182,8 +182,6 @@ def _print_path(path: dict[str, Any]) -> None:
     typer.echo(f"{path['parameter']} {path['shape']} {path['dtype']}")
     typer.echo(f"rank {path['rank']} holds in training: {path['holds_in_training'] or 'nothing'}")
     typer.echo(f"rank {path['rank']} needs in rollout: {path['needs_in_rollout'] or 'nothing'}")
-    holders = [(h["region"], _ranks_text(h["holders"]), f"{h['needed_by']} ranks") for h in path["holders"]]
-    print_table("holders", ("region", "held in training by ranks", "needed in rollout by"), holders)
     keys = ("region", "what", "peer", "stage", "nearness", "bucket")
     rows = []
     for step in path["steps"]:
@@ -191,10 +189,6 @@ def _print_path(path: dict[str, Any]) -> None:
         rows.append((*texts, f"{step['bytes']:,}"))
     columns = ("region", "what", "peer", "its stage", "where", "bucket", "bytes")
     print_table(f"steps on rank {path['rank']}", columns, rows)
-
-
-def _ranks_text(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks)) if len(ranks) <= 12 else f"{len(ranks)} ranks, {ranks[0]} to {ranks[-1]}"
 
 
 def report_command(

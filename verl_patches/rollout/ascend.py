@@ -9,9 +9,9 @@ from typing import Any
 
 from verl_patches.errors import RecipeError
 
-# keys of additional_config, which verl passes on unread. The first is an argument of vLLM's LLM that verl 54c9b736 sets
-# itself (rollout/engine.py), the second is recipe.rollout.ascend.vllm_sleep_mode
-PREFIX_CACHING, VLLM_SLEEP_MODE = "enable_prefix_caching", "vllm_sleep_mode"
+# a key of additional_config, which verl passes on unread: an argument of vLLM's LLM that verl 54c9b736 sets itself
+# (rollout/engine.py)
+PREFIX_CACHING = "enable_prefix_caching"
 
 
 def write_decode_kv(forward: Callable) -> Callable:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from verl_patches.errors import Check
-from verl_patches.memory.schedule import uses_vllm_sleep
 from verl_patches.patching.switches import PATCHES_VAR
 from verl_patches.platform.npu import INTERFACE_VARIABLES
 from verl_patches.platform.npu.machine import ld_preload
@@ -130,7 +129,7 @@ def _npu_variables(run: RunSpec) -> dict[str, tuple[str, ...]]:
         "workspaces are prepared off the main thread too; torch_npu refuses it only while it captures an NPUGraph "
         "(c10_npu::NPUGraph::capture_begin), and graphs here are torchair's"
     )
-    by_vllm = uses_vllm_sleep(run.verl.actor_rollout_ref.rollout, recipe) or "memory.sleep_mode" not in run.rows
+    by_vllm = "memory.sleep_mode" not in run.rows
     segments = (
         "vLLM's sleep mode needs memory pools, which expandable segments break; vllm-ascend checks the CUDA name only"
         if by_vllm

@@ -25,7 +25,6 @@ def feature_states(run: RunSpec) -> dict[str, bool]:
         "dynamic_batches": has_dynamic_batches(run.verl.actor_rollout_ref),
         "expert_load": recipe.expert_load,
         "fixed_data": not run.samples,
-        "overlap_grad_reduce": train.overlap_grad_reduce,
         "graphs": bool(run.graphs),
         "memory_ledger": recipe.memory.ledger != "off",
         "on_policy": train.skip_old_log_prob

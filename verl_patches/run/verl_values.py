@@ -260,7 +260,7 @@ _ASCEND_PREFIX = "recipe.rollout.ascend."
 _NPU_KEYS = ("recipe.hccl.", _ASCEND_PREFIX, "recipe.rollout.balanced_routing")
 _GRAPH_KEYS = {
     f"{_ASCEND_PREFIX}{name}"
-    for name in ("graph_batch_sizes", "multistream_mla", "multistream_moe", "view_optimize", "kv_nz", "vllm_sleep_mode")
+    for name in ("graph_batch_sizes", "multistream_mla", "multistream_moe", "view_optimize", "kv_nz")
 }
 
 

@@ -24,8 +24,8 @@ from verl_patches.layout.inventory import Inventory
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import Shard, local_parameters
 from verl_patches.processes import die_with_parent
-from verl_patches.reshard.parameters import NAMES_BY_LIBRARY
-from verl_patches.reshard.train_tensors import parameter_contents, train_tensors_from_native
+from verl_patches.reshard.parameters import NAMES_BY_LIBRARY, parse_name
+from verl_patches.reshard.train_tensors import train_tensors_from_native
 from verl_patches.shared_files import disk_errors, free_bytes, sync
 from verl_patches.weights.manifest import build_header, file_problems
 from verl_patches.weights.plan import ConversionPlan, OutFile, process_count
@@ -192,7 +192,7 @@ def _empty_parameter(name: str, shards: list[Shard], library: str) -> torch.Tens
     """Return an uninitialised parameter `name` that can hold `shards`."""
     experts = len({shard.parameter.expert for shard in shards})
     rows = sum(shard.shape[0] for shard in shards) // experts
-    shape = parameter_contents(name, library).shape((rows, *shards[0].shape[1:]), experts)
+    shape = parse_name(name, library).shape((rows, *shards[0].shape[1:]), experts)
     return torch.empty(shape, dtype=getattr(torch, shards[0].dtype))
 
 

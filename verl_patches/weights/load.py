@@ -26,15 +26,15 @@ from verl_patches.heartbeat.heartbeat import current_heartbeat
 from verl_patches.layout.inventory import SCORE, SCORE_BIAS, Inventory, build_inventory
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.phases import LOADED
+from verl_patches.layout.sharding import train_library
 from verl_patches.reshard.parameters import keep_bias_fp32, named_weights
 from verl_patches.reshard.region import Region
-from verl_patches.reshard.train_tensors import library_from_chunks, model_layout, train_tensors, unwrap_chunks
+from verl_patches.reshard.train_tensors import model_layout, train_tensors, unwrap_chunks
 from verl_patches.weights.reader import WeightReader
 from verl_patches.weights.source import open_source
 
 POLL_S = 0.2
 TELL_S = 1.0  # a rank tells those that wait for it at most this often that it reads
-_HEAD = "output_layer."  # part of the names of the head's parameters
 WAIT_S = 3600.0  # the default; recipe.timeouts.load_s sets it in a run
 
 
@@ -45,23 +45,22 @@ def load_weights(
     key: str = "verl_patches/load",
     wait_s: float = WAIT_S,
     layout: ParallelLayout | None = None,
-    head_only: bool = False,
 ) -> int:
     """Fill parameters and correction biases of `chunks` (GPTModel, wrapped or not) from `folder`; return bytes read.
 
     `line`: "a3" for MindSpeed-LLM's parameters, else Megatron's. `layout`: that of `chunks`, with layers_per_stage;
     None takes it from `model_layout`, a collective whose timeout names no rank. Values are converted to each
     parameter's dtype; correction biases stay fp32 although a bf16 wrapper casts them. A value model takes its head from
-    a folder that has one, otherwise it is drawn (`draw_head`). `head_only`: nothing but the head is loaded. Needs
-    Megatron's process groups. Every rank of torch.distributed must call it, with the same `key`, which no other load
-    has used: it returns once all have loaded, and raises RecipeError as `wait_for_ranks` does after `wait_s`. Raises
-    ConfigError as `open_source` does, and for a parameter that is not of config.json's model.
+    a folder that has one, otherwise it is drawn (`draw_head`). Needs Megatron's process groups. Every rank of
+    torch.distributed must call it, with the same `key`, which no other load has used: it returns once all have loaded,
+    and raises RecipeError as `wait_for_ranks` does after `wait_s`. Raises ConfigError as `open_source` does, and for a
+    parameter that is not of config.json's model.
     """
     for chunk in unwrap_chunks(chunks):
         keep_bias_fp32(chunk)
     layout = layout or model_layout(chunks)
     source = open_source(folder)
-    regions = _regions(chunks, source.inventory, layout, line, head_only)
+    regions = _regions(chunks, source.inventory, layout, line)
     with WeightReader(source, read_counter(key)) as reader, torch.no_grad():
         for region, view in regions:
             if region.name not in source.tensors:
@@ -113,11 +112,12 @@ def wait_for_ranks(what: str, key: str, limit_s: float) -> None:
     current_heartbeat().begin_phase("")
 
 
-def weights_difference(
-    chunks: Sequence[torch.nn.Module], others: Sequence[torch.nn.Module], with_head: bool = True
-) -> str:
-    """Return why weights of `others` cannot be copied to `chunks`, or "" if they can; `with_head`: include heads."""
-    ours, theirs = (dict(_tensor_facts(model, with_head)) for model in (chunks, others))
+def weights_difference(chunks: Sequence[torch.nn.Module], others: Sequence[torch.nn.Module]) -> str:
+    """Return why weights of `others` cannot be copied to `chunks`, or "" if they can."""
+    ours, theirs = (
+        {name: f"{tensor.dtype} {tuple(tensor.shape)}" for name, tensor in _named_tensors(model)}
+        for model in (chunks, others)
+    )
     for name in ours | theirs:
         if ours.get(name) != theirs.get(name):
             return f"{name} is {ours.get(name, 'absent')}, and {theirs.get(name, 'absent')} in the other model"
@@ -125,31 +125,24 @@ def weights_difference(
 
 
 @torch.no_grad()
-def copy_weights(chunks: Sequence[torch.nn.Module], others: Sequence[torch.nn.Module], with_head: bool = True) -> None:
+def copy_weights(chunks: Sequence[torch.nn.Module], others: Sequence[torch.nn.Module]) -> None:
     """Copy to `chunks` the weights of `others`, on any device; `weights_difference` must be empty for the two."""
-    for (_, target), (_, value) in zip(
-        _named_tensors(chunks, with_head), _named_tensors(others, with_head), strict=True
-    ):
+    for (_, target), (_, value) in zip(_named_tensors(chunks), _named_tensors(others), strict=True):
         target.copy_(value)
 
 
-def _tensor_facts(chunks: Sequence[torch.nn.Module], with_head: bool) -> Iterator[tuple[str, str]]:
-    return ((name, f"{tensor.dtype} {tuple(tensor.shape)}") for name, tensor in _named_tensors(chunks, with_head))
-
-
-def _named_tensors(chunks: Sequence[torch.nn.Module], with_head: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+def _named_tensors(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name with the chunk's number, tensor) of all that is loaded; correction biases are in fp32."""
     for number, chunk in enumerate(unwrap_chunks(chunks)):
         keep_bias_fp32(chunk)
         for name, tensor in named_weights(chunk):
-            if with_head or not name.startswith(_HEAD):
-                yield f"{number}:{name}", tensor
+            yield f"{number}:{name}", tensor
 
 
 def _regions(
-    chunks: Sequence[torch.nn.Module], inventory: Inventory, layout: ParallelLayout, line: str, head_only: bool
+    chunks: Sequence[torch.nn.Module], inventory: Inventory, layout: ParallelLayout, line: str
 ) -> list[tuple[Region, torch.Tensor]]:
-    """Return each region that `chunks` hold, with its view in the live parameter; `head_only`: of the head alone.
+    """Return each region that `chunks` hold, with its view in the live parameter.
 
     A model of fewer layers than the folder's takes the folder's first layers.
     """
@@ -161,10 +154,10 @@ def _regions(
             "recipe.num_hidden_layers"
         )
     dtype = str(next(chunks[0].parameters()).dtype).removeprefix("torch.")
-    value = any(f"{_HEAD}score" in name for chunk in chunks for name, _ in chunk.named_parameters())
+    value = any("output_layer.score" in name for chunk in chunks for name, _ in chunk.named_parameters())
     model_inventory = build_inventory(replace(inventory.model, torch_dtype=dtype, num_hidden_layers=layers), value)
-    held = train_tensors(chunks, model_inventory, layout, dist.get_rank(), library_from_chunks(chunks, line))
-    return [(each.region, each.tensor) for each in held.values() if not head_only or _HEAD in each.parameter]
+    held = train_tensors(chunks, model_inventory, layout, dist.get_rank(), train_library(line))
+    return [(each.region, each.tensor) for each in held.values()]
 
 
 def draw_head(name: str, target: torch.Tensor, folder: str | Path) -> None:

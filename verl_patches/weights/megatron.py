@@ -282,9 +282,9 @@ def _meta_tensor(name: str, saved: SavedTensor, inventory: Inventory, library: s
     """Return a meta tensor of the saved shape, in the dtype that the model has for it."""
     import torch
 
-    from verl_patches.reshard.train_tensors import parameter_contents
+    from verl_patches.reshard.parameters import parse_name
 
-    bias = "router_bias" in parameter_contents(name, library).kinds
+    bias = "router_bias" in parse_name(name, library).kinds
     dtype = torch.float32 if bias else getattr(torch, inventory.model.torch_dtype)
     return torch.empty(saved.shape, dtype=dtype, device="meta")
 

@@ -32,7 +32,6 @@ import torch.distributed as dist
 from verl import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 
-from verl_patches.errors import ConfigError
 from verl_patches.heartbeat import heartbeat
 from verl_patches.heartbeat.calls import take_starts
 from verl_patches.layout.phases import START
@@ -43,7 +42,6 @@ from verl_patches.patching import engine
 from verl_patches.patching.engine import is_on
 from verl_patches.platform import as_npu, load_emulation
 from verl_patches.platform.loopback_store import loopback_store
-from verl_patches.reshard.weight_sync import Settings
 from verl_patches.rollout.engine import PreemptionCounter
 from verl_patches.spec import run_from_config
 from verl_patches.step.batches import payloads
@@ -143,9 +141,7 @@ class RecipeWorker(TrainingWorker):
             load = count_rollout_load(vllm_worker(rollout.inference_engine).model_runner.model)
             self.expert_loads = {**self.expert_loads, "rollout": load}
         if isinstance(manager, RecipeShardingManager):
-            layouts = self.run.train, self.run.rollout
-            manager.sync_enabled = recipe.weight_sync.enabled
-            manager.settings = Settings(*layouts, recipe.line, recipe.reshard.bucket_bytes, recipe.reshard.verify)
+            manager.run_spec = self.run
         return rollout, manager
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -234,15 +230,7 @@ class RecipeWorker(TrainingWorker):
 
     def _token_budget(self, stage: str) -> int | None:
         """Return the budget of `stage` if our rows make micro batches (step/batches/micro_batches.py), else None."""
-        ours = is_on("update.dynamic_batches")
-        a3 = ours or self.recipe.line == "a3"  # verl 0.4.0 has its own dynamic batches
-        budget = token_budget(self.config, stage) if a3 else None
-        if budget is not None and not ours:
-            raise ConfigError(
-                f"stage {stage}: expected row update.dynamic_batches on, because (log_prob_)use_dynamic_bsz is true, "
-                "found it off; switch the row on, or set the key to false"
-            )
-        return budget
+        return token_budget(self.config, stage) if is_on("update.dynamic_batches") else None
 
     # ---- the same stages on tensors that stay in this process (recipe.tensor_cache)
 
@@ -297,8 +285,7 @@ class RecipeWorker(TrainingWorker):
         if dist.get_rank() in self.recipe.profile.ranks:
             from verl_patches.worker.profile import PhaseProfiler
 
-            here = context()
-            here.profiler = PhaseProfiler(self.recipe, step, dist.get_rank(), Path(folder), here.ledger)
+            context().profiler = PhaseProfiler(self.recipe, step, dist.get_rank(), Path(folder))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_report(self) -> dict[str, Any]:
@@ -312,8 +299,6 @@ class RecipeWorker(TrainingWorker):
         routing_replay, profile: results of RoutingReplay.end_step, PhaseProfiler.take_files; None where the feature is
         off.
         """
-        if self.checkpoint is not None:
-            self.checkpoint.raise_write_error()
         if cached_batch.value is not None:
             cached_batch.value.cache.close()
         sums, self.log_prob_sums = self.log_prob_sums, None

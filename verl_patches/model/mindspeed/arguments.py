@@ -263,14 +263,6 @@ def _swap_args(on: bool, get: Get) -> list[str]:
     return ["--swap-optimizer"] if on else []
 
 
-def _bucket_args(parameters: int | None, get: Get) -> list[str]:
-    if parameters is None:
-        return []
-    if not get("recipe.train.overlap_grad_reduce"):
-        raise ConfigError("without recipe.train.overlap_grad_reduce=true all gradients are one bucket: remove this key")
-    return ["--ddp-bucket-size", str(parameters)]
-
-
 def _schedule_args(style: str, get: Get) -> list[str]:
     steps, lr = get("actor.optim.total_training_steps"), float(get("actor.optim.lr"))
     ratio, warmup = get("actor.optim.lr_warmup_steps_ratio") or 0.0, _none_as_null(get("actor.optim.lr_warmup_steps"))
@@ -364,10 +356,6 @@ TABLE: tuple[Key, ...] = (
         "values keep v_head_dim; otherwise query, key and value are padded to a multiple of 128, 256 at 671B", False),
     Key(_R + "moe_alltoall_overlap_comm", "switch", "--moe-alltoall-overlap-comm", "expert exchange beside computation",
         False),
-    Key(_R + "overlap_grad_reduce", "switch", "--overlap-grad-reduce", "reductions in backward (worker/models.py)",
-        False),
-    Key(_R + "ddp_bucket_size", "convert", _bucket_args,
-        "parameters in one reduction; null: 40e6, or 1e6 x DP if more"),
     Key(_R + "distributed_timeout_minutes", "value", "--distributed-timeout-minutes",
         "timeout of torch.distributed and of every group; verl's worker sets none at this commit", 30),
     Key(_R + "moe_router_bias_update_rate", "value", "--moe-router-bias-update-rate",
