@@ -548,9 +548,9 @@ DISPATCH: tuple[PatchSpec, ...] = (
          "verl serialises each worker's arguments in its own call: the last starts when all others have been served.",
          exit="verl puts every large argument into Ray's store once, before it calls the first worker",
          processes=_CONTROLLER, role="speed"),
-    _row("dispatch.note_starts", "wrap", "verl.single_controller.base.decorator:register",
-         "verl_patches.heartbeat.calls:record_starts",
-         "Only the workers know how far apart they start a call, and verl does not record it.",
+    _row("dispatch.note_calls", "wrap", "verl.single_controller.base.decorator:register",
+         "verl_patches.heartbeat.calls:record_calls",
+         "Only a worker knows which call it is running, and verl does not record it.",
          bindings=("verl.single_controller.base.worker:register", f"{_WORKERS}:register",
                    "verl.workers.fsdp_workers:register"), role="observe"),
 )  # fmt: skip

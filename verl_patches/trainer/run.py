@@ -36,7 +36,7 @@ from verl_patches.step.objectives.advantages import FixedData, current_fixed_dat
 from verl_patches.step.replay.recording import ROLLOUTS
 from verl_patches.trainer import alarms, step_record
 from verl_patches.trainer.checkpoint import Checkpoints
-from verl_patches.trainer.dispatch import dispatch_counts, object_store_usage, take_calls
+from verl_patches.trainer.dispatch import object_store_usage, take_calls
 from verl_patches.trainer.ray_start import dead_actors
 from verl_patches.trainer.record import NOW_FILE, STEP_PREFIX, Progress, Summary, write_json
 from verl_patches.trainer.step_record import Rates, start_seconds
@@ -270,7 +270,7 @@ class TrainerRun:
             record["seconds"].pop("log_prob", None)
         record["logprob_delta"] = self._logprob_delta(metrics)
         if engine.is_on("dispatch.put_once"):
-            record["dispatch"] = dispatch_counts([report["starts"] for report in reports])
+            record["dispatch"] = take_calls()
         own = counters.host_memory()
         own |= {"controller_rss_bytes": own.pop("rss_bytes"), **object_store_usage()}
         record["usage"] = step_record.largest_usage([*(report["usage"] for report in reports), own], record["memory"])

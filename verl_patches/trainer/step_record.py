@@ -27,8 +27,7 @@ from verl_patches.trainer.validation import read_validation
 NARROW_COLUMNS = ("rollout s", "update s", "step s", "held MB")
 PHASES = (*(phase.name for phase in STEP_PHASES if phase.name != "advantage" and not phase.critic), "step")
 SYNC_COLUMNS = ("sync MB", "sync calls", "extra MB")
-DISPATCH_COLUMNS = ("sent MB", "skew s")
-WIDE_COLUMNS = (*(f"{phase} s" for phase in PHASES), *SYNC_COLUMNS, "held MB", *DISPATCH_COLUMNS, "preempted")
+WIDE_COLUMNS = (*(f"{phase} s" for phase in PHASES), *SYNC_COLUMNS, "held MB", "sent MB", "preempted")
 # on fixed data: accuracy is added, loss and margin replace reward and |dlogp|, and columns of a rollout are left out
 OBJECTIVE_COLUMNS, ROLLOUT_COLUMNS = ("accuracy",), ("rollout s", "reshard s", *SYNC_COLUMNS, "preempted")
 REPLAY_COLUMNS = ("agreement",)  # with recipe.train.routing_replay
@@ -419,9 +418,8 @@ def _table_cells(step: dict[str, Any]) -> dict[str, str]:
     """Return {column: text} of the values that the step has.
 
     Weight sync: MB received by the busiest rank, collectives, MB of extra memory. held MB: peak of all memory groups of
-    one rank, activations not included. Dispatch: MB that the trainer serialised for its workers, and the largest
-    difference between two workers' starts of one call. preempted: responses that vLLM preempted and computed again.
-    agreement: share of replayed experts that routers chose too.
+    one rank, activations not included. sent MB: what the trainer serialised for its workers. preempted: responses that
+    vLLM preempted and computed again. agreement: share of replayed experts that routers chose too.
     """
     cells = {f"{phase} s": f"{seconds:.3f}" for phase, seconds in step["seconds"].items()}
     if val := step.get("val"):
@@ -436,8 +434,7 @@ def _table_cells(step: dict[str, Any]) -> dict[str, str]:
     if memory := step["memory"]:
         cells["held MB"] = f"{memory['peak_bytes'] / 1e6:.3f}"
     if dispatch := step["dispatch"]:
-        texts = f"{dispatch['put_bytes'] / 1e6:.3f}", f"{dispatch['start_skew_s']['max']:.4f}"
-        cells |= dict(zip(DISPATCH_COLUMNS, texts, strict=True))
+        cells["sent MB"] = f"{dispatch['put_bytes'] / 1e6:.3f}"
     if "accuracy" in (step.get("objective") or {}):
         cells["accuracy"] = f"{step['objective']['accuracy']:.4f}"
     if step.get("preempted") is not None:

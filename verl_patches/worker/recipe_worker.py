@@ -34,7 +34,6 @@ from verl.single_controller.base.decorator import Dispatch, register
 
 from verl_patches.errors import ConfigError
 from verl_patches.heartbeat import heartbeat
-from verl_patches.heartbeat.calls import take_starts
 from verl_patches.layout.phases import START
 from verl_patches.memory import counters
 from verl_patches.memory.measure import vllm_worker
@@ -310,9 +309,9 @@ class RecipeWorker(TrainingWorker):
 
         seconds: {phase: s}; sync: one dict per weight sync; log_prob_sums: of the last update, None on ranks that do
         not report; memory: the ledger's records, None without one; moves: between host and device; usage:
-        counters.host_memory; starts: (method, seconds since the epoch) of the trainer's calls; emulated: calls of the
-        emulated device since the process started, None on a real one; preempted: responses of this replica that vLLM
-        preempted, None on ranks other than its first; skipped: steps of actor and critic (step_guard.take_all_skips);
+        counters.host_memory; emulated: calls of the emulated device since the process started, None on a real one;
+        preempted: responses of this replica that vLLM preempted, None on ranks other than its first; skipped: steps of
+        actor and critic (step_guard.take_all_skips);
         rebalance, routing_replay, profile: results of Rebalancer.take_counts, RoutingReplay.end_step,
         PhaseProfiler.take_files; None where the feature is off.
         """
@@ -331,7 +330,6 @@ class RecipeWorker(TrainingWorker):
             "memory": {"rank": ledger.rank, **ledger.take()} if ledger else None,
             "moves": counters.take_moves(),
             "usage": counters.host_memory(),
-            "starts": take_starts(),
             "routing_replay": self.routing.end_step() if self.routing is not None else None,
             "expert_load": {side: load and load.take() for side, load in self.expert_loads.items()} or None,
             "rebalance": self.rebalancer.take_counts() if self.rebalancer is not None else None,
