@@ -150,7 +150,7 @@ class RecipeRewardModelWorker(Upstream):
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """Return `rm_scores` [B, M] fp32: each model's head output at the last token of the response.
 
-        algo=rm trains the head so that this is the score of a response (RewardData of step/objectives/dataset.py).
+        algo=rm trains the head so that this is the score of a response (step/objectives/dataset.py).
         """
         scores = []
         for model in self.reward_models:
