@@ -14,15 +14,12 @@ FOLDER, NIGHTLY = ROOT / "tests" / "benchmarks", pytest.mark.nightly
 SMALL_RUNS = (
     "answers.py",
     "data.py --rows 2000",
-    "heartbeat.py",
-    "log_prob.py --tokens 16",
     "planning.py",
     "rebalance.py",
     "start.py",
     "weights.py --only convert --pairs 1 --tiny",
     "weights.py --only save --mib 16",
     pytest.param("decode_step.py --batch 8 --tokens 12 --repeats 1", marks=[NIGHTLY, pytest.mark.upstream]),
-    pytest.param("dispatch.py --prompts 256", marks=NIGHTLY),
     pytest.param("routing_replay.py --steps 1", marks=NIGHTLY),
 )
 

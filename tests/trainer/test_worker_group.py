@@ -176,7 +176,7 @@ def test_recorded_responses_are_replayed_without_generating(tmp_path):
         assert torch.equal(replayed["responses"], output.batch["responses"])
         assert set(replayed.keys()) == {"prompts", "responses"}  # log-probs are of the recorded run's weights
     assert not workers.generated
-    with pytest.raises(ConfigError, match="step 3 is not recorded; found steps 1 to 2; use --steps 2"):
+    with pytest.raises(ConfigError, match="step 3 is not recorded; the recording ends at 2"):
         generate(replay, prompts())
     with pytest.raises(ConfigError, match="recorded with other prompts"):
         generate(make_group(rollout={"replay": str(tmp_path / "rollouts")})[0], prompts(1))

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.runs import tiny
+from verl_patches.run.resolve import changed_run
 from verl_patches.step.log_probs import logprob_check, rollout_correction
 
 
@@ -43,7 +45,7 @@ def test_the_check_stops_above_the_limit_with_a_remedy(delta, words):
     (1.0, 1, -1, True), (1.0, 1.0, 0, True), (0.9, 1, -1, False), (1.0, 0.9, -1, False), (1.0, 1, 50, False),
 ])  # fmt: skip
 def test_only_unchanged_distributions_are_compared(temperature, top_p, top_k, comparable):
-    rollout = SimpleNamespace(temperature=temperature, top_p=top_p, top_k=top_k)
-    assert logprob_check.keeps_distribution(rollout) is comparable
-    assert (logprob_check.incomparable_reason(rollout, replayed=False) is None) is comparable
-    assert logprob_check.incomparable_reason(rollout, replayed=False, sampled=True) is None
+    sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    run = changed_run(tiny(), {f"actor_rollout_ref.rollout.{key}": value for key, value in sampling.items()})
+    assert (logprob_check.incomparable_reason(run) is None) is comparable
+    assert logprob_check.incomparable_reason(run, sampled=True) is None

@@ -8,7 +8,6 @@ check every N steps (sampled_check.py). No torch here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from verl_patches.errors import Check
 from verl_patches.spec import RunSpec
@@ -37,21 +36,17 @@ def logprob_delta(metrics: Mapping[str, float]) -> dict[str, float] | None:
     return {name: metrics[key] for name, key in SUMMARY_METRICS.items() if key in metrics} or None
 
 
-def keeps_distribution(rollout: Any) -> bool:
-    """Return whether the sampling settings leave the model's distribution unchanged."""
-    return rollout.temperature == 1.0 and rollout.top_p in (1, 1.0) and rollout.top_k in (-1, 0)
-
-
-def incomparable_reason(rollout: Any, replayed: bool, balanced: bool = False, sampled: bool = False) -> str | None:
+def incomparable_reason(run: RunSpec, sampled: bool = False) -> str | None:
     """Return the reason why a run's log-probs cannot be compared, as text; None if they can.
 
-    `balanced`: routing is forced. `sampled`: extra sequences are sampled, so the run's sampling settings do not matter.
+    `sampled`: extra sequences are sampled, so the run's sampling settings do not matter.
     """
-    if replayed:
+    recipe, rollout = run.recipe, run.verl.actor_rollout_ref.rollout
+    if recipe.rollout.replay is not None:
         return "the responses come from a recording"
-    if balanced:
+    if recipe.rollout.balanced_routing or recipe.train.balanced_routing:
         return "balanced routing selects experts by a token's place in the batch, which differs in vLLM and training"
-    if sampled or keeps_distribution(rollout):
+    if sampled or (rollout.temperature, rollout.top_p) == (1, 1) and rollout.top_k in (-1, 0):
         return None
     return (
         f"sampling changes the distribution (temperature {rollout.temperature}, top_p {rollout.top_p}, top_k "
@@ -61,20 +56,15 @@ def incomparable_reason(rollout: Any, replayed: bool, balanced: bool = False, sa
 
 def unchecked_reason(run: RunSpec) -> str | None:
     """Return the reason why a run compares no log-probs; None if it compares them."""
-    recipe = run.recipe
     if not run.samples:
         return "no response is sampled"
-    if recipe.logprob_check.action == "off":
+    check = run.recipe.logprob_check
+    if check.action == "off":
         return "recipe.logprob_check.action=off"
-    rollout = run.verl.actor_rollout_ref.rollout
-    replayed = recipe.rollout.replay is not None
-    balanced = recipe.rollout.balanced_routing or recipe.train.balanced_routing
-    if recipe.logprob_check.every is not None:
-        return incomparable_reason(rollout, replayed, balanced, sampled=True)
-    reason = incomparable_reason(rollout, replayed, balanced)
-    if reason is None or incomparable_reason(rollout, replayed, balanced, sampled=True) is not None:
-        return reason
-    return f"{reason}; set recipe.logprob_check.every=N to compare extra sequences"
+    reason = incomparable_reason(run, sampled=check.every is not None)
+    if reason and not incomparable_reason(run, sampled=True):
+        reason += "; set recipe.logprob_check.every=N to compare extra sequences"
+    return reason
 
 
 def check_sequences(run: RunSpec) -> int:
