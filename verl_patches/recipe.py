@@ -275,14 +275,13 @@ class LogprobCheck:
 
     action: stop ends the run with an error, report only prints and stores, off does not compare.
     every: null compares the responses of every step, which needs temperature 1 with top-p and top-k off. N samples
-    extra sequences for the check in the first step and each N-th after it; the step itself does not change.
-    sequences: number of those sequences over all replicas, equally many each, of at most 256 tokens; null: one each.
+    an extra sequence of at most 256 tokens on each replica, in the first step and each N-th after it; the step itself
+    does not change.
     max_mean_fp32, max_mean_bf16: limit of mean |delta| for this training dtype.
     """
 
     action: Annotated[str, choices("stop", "report", "off")] = "stop"
     every: Count | None = None
-    sequences: Count | None = None
     max_mean_fp32: Positive = 1e-5
     max_mean_bf16: Positive = 0.05
 

@@ -115,7 +115,6 @@ REFUSED = [
      ["recipe.rewards=[{name: reward_model, path: a}]", "reward_model.micro_batch_size_per_gpu=null"],
      ["micro_batch_size_per_gpu is null"]),
     (rules.ratio_checks, TINY, [f"{SKIP}=true", f"{PPO}_epochs=2"], ["ppo_epochs is 2: .* set 1"]),
-    (rules.logprob_checks, LARGE, ["recipe.logprob_check.sequences=100"], ["multiple of 128"]),
     (rules.logprob_checks, RANDOM, ["recipe.logprob_check={action: stop, every: 10}"], ["balanced routing"]),
     (rules.estimator_checks, TINY, [f"{SAMPLING}.n=1"], ["rollout.n is 1; expected 2 or more"]),
     (rules.objective_checks, TINY, ["algo=sft", OFF("update.on_policy")], ["row update.on_policy is off"]),

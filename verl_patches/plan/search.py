@@ -188,8 +188,6 @@ def _rollout_sides(
         keys = rollout_keys(tp, ranks) | {memory_plan.MAX_NUM_SEQS_KEY: seqs}
         if sizes is not None:
             keys[GRAPHS_KEY] = graphs = [*(size for size in sizes if size < seqs), seqs]
-        if (run.recipe.logprob_check.sequences or 0) % layout.dp:
-            keys["recipe.logprob_check.sequences"] = None  # one for each replica
         one = replace(step, rollout=layout, max_num_seqs=seqs, graph_sizes=tuple(graphs) if step.graph_sizes else ())
         sync = step_model.direct_sync_bound(one.model, one, run.recipe.reshard.bucket_bytes)
         kv_bytes = memory_plan.engine_share(run, layout, step.token_budget, "train", "rollout") - sync.received_bytes

@@ -141,17 +141,17 @@ class RecipeWorkerGroup:
 
     def _rollout(self, prompts: DataProto) -> DataProto:
         """Generate with vLLM: several batches for recipe.filter_groups, and at times samples of the log-prob check."""
-        request = None if self.sampled_check is None else self.sampled_check.request(self.step)
-        if request is None and self.filtered_groups is None:
+        seed = None if self.sampled_check is None else self.sampled_check.seed(self.step)
+        if seed is None and self.filtered_groups is None:
             return self._generate(prompts)
-        self._group.begin_rollout(self.filtered_groups is not None, request)
+        self._group.begin_rollout(self.filtered_groups is not None, seed)
         output = (
             self._generate(prompts)
             if self.filtered_groups is None
             else self.filtered_groups.draw_filtered_groups(prompts)
         )
         checked = _present_answers(self._group.end_rollout())
-        if self.sampled_check is not None and request is not None:
+        if self.sampled_check is not None and seed is not None:
             self.sampled_check.compare(checked, self._group.compute_log_prob)
         return output
 

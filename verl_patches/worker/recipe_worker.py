@@ -53,7 +53,7 @@ from verl_patches.step.batches.limits import token_budget
 from verl_patches.step.batches.micro_batches import MiniBatchCounts, PlannedSplits, Stage, in_stage
 from verl_patches.step.log_probs import rollout_correction
 from verl_patches.step.log_probs.policy_update import PolicyUpdate
-from verl_patches.step.log_probs.rollout_log_probs import CheckedSamples, CheckRequest
+from verl_patches.step.log_probs.rollout_log_probs import CheckedSample
 from verl_patches.step.replay.expert_load import ExpertLoad, count_rollout_load, count_training_load
 from verl_patches.step.replay.routing_replay import RoutingReplay
 from verl_patches.worker.checkpoint import TrainingWorker
@@ -181,21 +181,21 @@ class RecipeWorker(TrainingWorker):
             return super().generate_sequences(prompts)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def begin_rollout(self, keep_awake: bool, check: CheckRequest | None) -> None:
+    def begin_rollout(self, keep_awake: bool, check_seed: int | None) -> None:
         """Set how generate_sequences behaves until end_rollout.
 
-        keep_awake: the engine does not sleep between calls; check: the first call samples for sampled_check.py as well.
+        keep_awake: the engine does not sleep between calls; check_seed: the first call samples for sampled_check.py too.
         """
-        self.rollout.check_request = check
+        self.rollout.check_seed = check_seed
         if keep_awake and isinstance(self.sharding_manager, RecipeShardingManager):
             self.sharding_manager.keep_awake()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def end_rollout(self) -> CheckedSamples | None:
-        """Put the engine to sleep; return this replica's samples for the check, on its first rank, else None."""
+    def end_rollout(self) -> CheckedSample | None:
+        """Put the engine to sleep; return this replica's sample for the check, on its first rank, else None."""
         if isinstance(self.sharding_manager, RecipeShardingManager):
             self.sharding_manager.end_rollout()
-        checked = self.rollout.__dict__.pop("checked_samples", None)
+        checked = self.rollout.__dict__.pop("checked_sample", None)
         return None if dist.get_rank() % self.config.rollout.tensor_model_parallel_size else checked
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)

@@ -67,11 +67,6 @@ def unchecked_reason(run: RunSpec) -> str | None:
     return reason
 
 
-def check_sequences(run: RunSpec) -> int:
-    """Return the number of sequences of one check over all replicas."""
-    return run.recipe.logprob_check.sequences or run.replicas
-
-
 def logprob_checks(run: RunSpec) -> Iterator[Check]:
     """Check whether and when the run compares log-probs; a note if it never does."""
     faults = list(_sampling_faults(run))
@@ -83,7 +78,7 @@ def logprob_checks(run: RunSpec) -> Iterator[Check]:
     elif run.recipe.logprob_check.every is None:
         yield Check("truth check", True, "all sampled tokens of every step")
     else:
-        text = f"from step 1 every {run.recipe.logprob_check.every}: {check_sequences(run)} x {CHECK_TOKENS} tokens"
+        text = f"from step 1 every {run.recipe.logprob_check.every}: {run.replicas} x {CHECK_TOKENS} tokens"
         yield Check("truth check", True, text)
 
 
@@ -95,19 +90,9 @@ def _sampling_faults(run: RunSpec) -> Iterator[str]:
     fact = f"recipe.logprob_check.every is {section.every}, but"
     if reason := unchecked_reason(run):
         yield f"{fact} log-probs cannot be compared: {reason}; set recipe.logprob_check.action=off"
-    rollout, replicas, sequences = run.verl.actor_rollout_ref.rollout, run.replicas, check_sequences(run)
+    rollout = run.verl.actor_rollout_ref.rollout
     if rollout.name != "vllm" or rollout.mode != "sync":
         yield f"{fact} actor_rollout_ref.rollout is {rollout.name}, {rollout.mode}; expected vllm, sync"
-    if sequences % replicas:
-        yield (
-            f"recipe.logprob_check.sequences is {sequences}; expected a multiple of {replicas}, the number of "
-            "rollout replicas (dies / actor_rollout_ref.rollout.tensor_model_parallel_size)"
-        )
-    if sequences > run.verl.data.train_batch_size:
-        yield (
-            f"recipe.logprob_check.sequences is {sequences}; expected at most data.train_batch_size "
-            f"{run.verl.data.train_batch_size} (one sequence a prompt of the step)"
-        )
 
 
 def check_delta(step: int, delta: dict[str, float] | None, limit: float) -> None:
