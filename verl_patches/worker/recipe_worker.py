@@ -184,7 +184,7 @@ class RecipeWorker(TrainingWorker):
     def begin_rollout(self, keep_awake: bool, check_seed: int | None) -> None:
         """Set how generate_sequences behaves until end_rollout.
 
-        keep_awake: the engine does not sleep between calls; check_seed: the first call samples for sampled_check.py too.
+        keep_awake: the engine does not sleep between calls; check_seed: the first call also samples for the check.
         """
         self.rollout.check_seed = check_seed
         if keep_awake and isinstance(self.sharding_manager, RecipeShardingManager):
