@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 from verl_patches.errors import Check, ConfigError, config_error_text, divides, either
 from verl_patches.layout.inventory import ModelShape, first_layers, read_model_shape, size_differences
-from verl_patches.layout.model_folder import config_mismatches
+from verl_patches.layout.model_folder import config_mismatches, read_config
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.model.mindspeed.arguments import engine_settings
 from verl_patches.spec import A3, RunSpec
@@ -133,7 +134,23 @@ def engine_checks(run: RunSpec) -> Iterator[Check]:
         yield Check("engine arguments", True, detail)
 
 
-def value_model_differences(run: RunSpec, model: ModelShape) -> str:
-    """Return the differences of sizes between a value model and the actor, "" where there are none."""
+# keys of config.json that change what a model computes but not its sizes
+_COMPUTATION_KEYS = (
+    "rms_norm_eps rope_theta rope_scaling routed_scaling_factor n_group topk_group norm_topk_prob scoring_func".split()
+)
+
+
+def value_model_differences(run: RunSpec, model: ModelShape, folder: Path) -> str:
+    """Return the differences between a value model and the actor that training cannot have, "" where there are none.
+
+    `folder` has the value model's config.json. Line a3 builds the layers of both from the actor's arguments, so there
+    the keys that change no weight are compared too.
+    """
     model = replace(first_layers(model, run.recipe.num_hidden_layers), torch_dtype=run.model.torch_dtype)
-    return size_differences(model, run.model)
+    if mismatches := size_differences(model, run.model):
+        return mismatches
+    own, actors = read_config(folder), run.hf_config
+    if run.line != A3:
+        return ""
+    keys = [key for key in _COMPUTATION_KEYS if own.get(key) != actors.get(key)]
+    return ", ".join(f"{key} {own.get(key)} != {actors.get(key)}" for key in keys)

@@ -109,7 +109,7 @@ def reward_folder_checks(run: RunSpec) -> Iterator[Check]:
         except ConfigError as error:
             yield Check("reward model", False, f"{key}: {error}")
             continue
-        unlike = value_model_differences(run, source.inventory.model)
+        unlike = value_model_differences(run, source.inventory.model, folder)
         faults = [f"the model differs from the actor's: {unlike}"] if unlike else []
         if SCORE not in source.tensors:
             faults.append(f"no {SCORE} [1, H]; expected critic/ of a checkpoint of algo=rm, or a folder with that head")

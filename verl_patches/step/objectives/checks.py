@@ -64,7 +64,7 @@ def critic_checks(run: RunSpec) -> Iterator[Check]:
         faults.append("critic.load_weight must be true and critic.megatron.use_dist_checkpointing false")
     file = Path(critic.model.path) / "config.json"
     if file.is_file() and critic.model.path != actor.model.path:
-        if unlike := value_model_differences(run, read_model_shape(file)):
+        if unlike := value_model_differences(run, read_model_shape(file), file.parent):
             faults.append(f"critic.model.path has another model than the actor's: {unlike}; give one of equal sizes")
     if not {"update.recipe_critic", "update.recipe_worker"} <= run.rows:
         faults.append(
