@@ -147,18 +147,6 @@ ROLLOUT: tuple[PatchSpec, ...] = (
             "recipe.hccl.small_groups_mib is for the others, among them the EP group where MC2 has its own.",
             exit="vLLM takes options of groups", bindings=_GROUP_INIT_HOLDERS,
             needs=("rollout.ascend_mc2_groups", "rollout.ascend_mc2_name"), feature="small_groups"),
-    _ascend("rollout.count_mc2", "wrap", "vllm_ascend.ops.fused_moe:fused_experts_with_mc2",
-            "verl_patches.step.replay.expert_load:count_experts",
-            "For recipe.expert_load (max / mean tokens of experts), ids are counted at the call that takes them: "
-            "before it, in AscendUnquantizedFusedMoEMethod.apply, balanced routing replaces the router's choice.",
-            exit="vllm-ascend reports the load of its experts", role="observe", feature="expert_load"),
-    _ascend("rollout.count_alltoall", "wrap", "vllm_ascend.ops.fused_moe:fused_experts_with_all2all",
-            "verl_patches.step.replay.expert_load:count_experts",
-            "as rollout.count_mc2, with prompts", exit="as rollout.count_mc2", role="observe", feature="expert_load"),
-    _ascend("rollout.count_local", "wrap", "vllm_ascend.ops.fused_moe:fused_experts",
-            "verl_patches.step.replay.expert_load:count_experts",
-            "as rollout.count_mc2, where experts are not split", exit="as rollout.count_mc2",
-            bindings=("vllm_ascend.ops.common_fused_moe:fused_experts",), role="observe", feature="expert_load"),
     _ascend("rollout.rebalance", "wrap", "vllm.v1.engine.llm_engine:LLMEngine.step",
             "verl_patches.rollout.rebalance_engine:step_with_rebalance",
             "Data-parallel ranks of an instance decode in lock step, each step as long as for the rank with the most "

@@ -447,7 +447,7 @@ class Recipe:
     worker_process_setup_hook: a "package.module.function" that every Ray worker calls after the prelude and
     before Ray gives it a die. On npu it must not import torch_npu.
     ray_port: port of the Ray that the run starts; null: any free one.
-    expert_load: count the tokens of each expert; every step records max / mean, in training and in rollout on npu.
+    expert_load: count the tokens of each expert in training; every step records max / mean.
     model_shape: HF config.json from which the plan reads sizes, relative to the configs folder.
     trust_remote_code: run the Python code of a tokenizer that is code in the model's folder (Moonlight, Kimi-K2), in
     every process that loads it; it becomes verl's two keys of that name, of data and of actor_rollout_ref.model.

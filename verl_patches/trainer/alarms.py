@@ -3,7 +3,7 @@
     alarm            what is compared                                               bound (recipe.alarms)
     nan              one of FINITE_METRICS is NaN or infinite                       none: always
     skipped_steps    optimizer steps skipped for NaN or infinite gradients          none: always
-    expert_collapse  tokens of the busiest expert / mean, training and rollout      expert_load
+    expert_collapse  tokens of the busiest expert / mean                            expert_load
     length_collapse  mean response length / median of the first steps               length_share
     length_limit     share of the responses that end at the length limit            at_limit
     dlogp_drift      mean |dlogp| / median of the first steps                       dlogp_factor
@@ -98,13 +98,10 @@ def _skipped_step_alarms(step: Mapping[str, Any]) -> Iterator[Alarm]:
 
 
 def _expert_alarms(step: Mapping[str, Any], limit: float | None) -> Iterator[Alarm]:
-    for side, load in (step["expert_load"] or {}).items():
-        if not load or limit is None:
-            continue
-        share = load["max_over_mean"]
-        if share > limit:
-            text = f"{side}: the busiest expert gets {share:.1f} times the mean number of tokens; expected at most"
-            yield Alarm("expert_collapse", share, limit, f"{text} {limit:g}")
+    load = step["expert_load"]
+    if load and limit is not None and (share := load["train"]["max_over_mean"]) > limit:
+        text = f"the busiest expert gets {share:.1f} times the mean number of tokens; expected at most {limit:g}"
+        yield Alarm("expert_collapse", share, limit, text)
 
 
 def _length_alarms(step: Mapping[str, Any], first: Sequence[Mapping[str, Any]], bounds: Any) -> Iterator[Alarm]:

@@ -83,8 +83,8 @@ def record_metrics(record: Mapping[str, Any]) -> dict[str, float]:
     metrics = {f"recipe/seconds/{phase}": seconds for phase, seconds in record["seconds"].items()}
     metrics |= _rates_by_name(record["rates"])
     metrics |= {f"{REWARD_PREFIX}{label}": mean for label, mean in (record["rewards"] or {}).items()}
-    loads = (record["expert_load"] or {}).items()
-    metrics |= {f"recipe/expert_load/{side}": load["max_over_mean"] for side, load in loads if load}
+    if record["expert_load"]:
+        metrics["recipe/expert_load/train"] = record["expert_load"]["train"]["max_over_mean"]
     if record["preempted"] is not None:
         metrics["recipe/preempted"] = record["preempted"]
     metrics |= {f"recipe/usage/{name}": size for name, size in record["usage"].items()}
@@ -107,8 +107,8 @@ def health_text(record: Mapping[str, Any]) -> str:
         parts.append(f"{record['preempted']} preempted")
     if slowest:
         parts.append("slowest reward {seconds:.2f} s (sample {sample} of {data_source})".format(**slowest))
-    loads = (record["expert_load"] or {}).items()
-    parts += [f"busiest expert of {side} {load['max_over_mean']:.1f} x the mean" for side, load in loads if load]
+    if record["expert_load"]:
+        parts.append(f"busiest expert {record['expert_load']['train']['max_over_mean']:.1f} x the mean")
     return "; ".join(parts)
 
 

@@ -22,10 +22,9 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
@@ -36,11 +35,10 @@ from verl_patches.errors import ConfigError
 from verl_patches.heartbeat import heartbeat
 from verl_patches.layout.phases import START
 from verl_patches.memory import counters
-from verl_patches.memory.measure import vllm_worker
 from verl_patches.model.megatron import DTYPES
 from verl_patches.patching import engine
 from verl_patches.patching.engine import is_on
-from verl_patches.platform import as_npu, load_emulation
+from verl_patches.platform import load_emulation
 from verl_patches.platform.loopback_store import loopback_store
 from verl_patches.reshard.weight_sync import Settings
 from verl_patches.rollout.engine import PreemptionCounter
@@ -54,7 +52,7 @@ from verl_patches.step.batches.micro_batches import MiniBatchCounts, PlannedSpli
 from verl_patches.step.log_probs import rollout_correction
 from verl_patches.step.log_probs.policy_update import PolicyUpdate
 from verl_patches.step.log_probs.rollout_log_probs import CheckedSample
-from verl_patches.step.replay.expert_load import ExpertLoad, count_rollout_load, count_training_load
+from verl_patches.step.replay.expert_load import ExpertLoad, count_training_load
 from verl_patches.step.replay.routing_replay import RoutingReplay
 from verl_patches.worker.checkpoint import TrainingWorker
 from verl_patches.worker.context import context
@@ -75,7 +73,7 @@ class RecipeWorker(TrainingWorker):
     rebalancer: Rebalancer | None = None
     preemptions: PreemptionCounter | None = None  # on the first rank of a rollout replica
     routing: RoutingReplay | None = None
-    expert_loads: Mapping[str, ExpertLoad | None] = MappingProxyType({})  # keys: train, rollout (recipe.expert_load)
+    expert_load: ExpertLoad | None = None
 
     def __init__(self, config: Any, role: str) -> None:
         self.run = run_from_config(config)
@@ -128,8 +126,8 @@ class RecipeWorker(TrainingWorker):
                 self.routing = RoutingReplay(chunks)
             prepare_training(self.trained, self.memory)
         if self.recipe.expert_load and self._is_actor:
-            layout = self.run.train
-            self.expert_loads = {"train": count_training_load(chunks, layout.ep), "rollout": None}
+            ranks = {"train": self.run.train.ep, "rollout": self.run.rollout.ep if self.run.samples else 1}
+            self.expert_load = count_training_load(chunks, ranks)
         return built
 
     def _build_rollout(self, *args: Any, **kwargs: Any) -> tuple:
@@ -142,9 +140,6 @@ class RecipeWorker(TrainingWorker):
             self.rebalancer = Rebalancer(rollout.inference_engine.llm_engine, recipe.rollout.rebalance_every)
         if dist.get_rank() % self.run.rollout.tp == 0:
             self.preemptions = getattr(rollout.inference_engine, "preemptions", None)  # row rollout.engine
-        if self.expert_loads and as_npu(recipe.platform) and is_on("rollout.count_mc2"):
-            load = count_rollout_load(vllm_worker(rollout.inference_engine).model_runner.model)
-            self.expert_loads = {**self.expert_loads, "rollout": load}
         if isinstance(manager, RecipeShardingManager):
             layouts = self.run.train, self.run.rollout
             manager.sync_enabled = recipe.weight_sync.enabled
@@ -331,7 +326,7 @@ class RecipeWorker(TrainingWorker):
             "moves": counters.take_moves(),
             "usage": counters.host_memory(),
             "routing_replay": self.routing.end_step() if self.routing is not None else None,
-            "expert_load": {side: load and load.take() for side, load in self.expert_loads.items()} or None,
+            "expert_load": self.expert_load.take() if self.expert_load is not None else None,
             "rebalance": self.rebalancer.take_counts() if self.rebalancer is not None else None,
             "preempted": self.preemptions.take() if self.preemptions is not None else None,
             "skipped": take_all_skips(context().step_guards),
