@@ -21,6 +21,7 @@ from verl_patches.trainer.step_record import NARROW_COLUMNS, WIDE_COLUMNS, healt
 CORE = "val-core/maths/reward/mean@1"
 REPORT = {  # what a worker reports of a step in which nothing happened
     **dict.fromkeys(("memory", "emulated", "preempted", "rebalance", "skipped", "profile", "routing_replay")),
+    "log_prob_sums": None,
     "seconds": {},
     "sync": [],
     "moves": [],
@@ -51,7 +52,7 @@ def after_steps(made, *numbers, skipped=None, test_freq=-1, val=None, objective=
     recipe.logprob_check.action = "report"
     verl = OmegaConf.create({"trainer": {"test_freq": test_freq}})
     made.recipe, made.run = recipe, replace(tiny(), recipe=recipe, verl=verl)
-    made.workers_see_log_probs, made.not_compared = False, "not here"
+    made.not_compared = "not here"
     for number in numbers:
         validated = {CORE: val[number]} if val and number in val else {}
         timers = {"timing_s/step": 2.0, "timing_s/update_actor": 1.0}

@@ -30,8 +30,8 @@ from verl_patches.patching.handshake import (
 )
 from verl_patches.platform import load_emulation
 from verl_patches.spec import run_from_config, write_run
-from verl_patches.step.log_probs import logprob_check, rollout_correction
-from verl_patches.step.log_probs.ratio_settings import parse_correction
+from verl_patches.step.log_probs import logprob_check
+from verl_patches.step.log_probs.rollout_correction import add_worker_metrics
 from verl_patches.step.objectives.advantages import FixedData, current_fixed_data
 from verl_patches.step.replay.recording import ROLLOUTS
 from verl_patches.trainer import alarms, step_record
@@ -61,12 +61,6 @@ class TrainerRun:
         self.folder = self.run.folder if self.run.start.name else None  # None without the launcher
         self.not_compared = logprob_check.unchecked_reason(self.run)
         self.fixed_data = None if self.run.samples else FixedData(self.recipe.objective)
-        self.workers_see_log_probs = (
-            self.fixed_data is not None
-            or self.recipe.train.skip_old_log_prob
-            or parse_correction(self.recipe.rollout_correction) is not None
-            or self.recipe.tensor_cache.enabled
-        )
         self.group: Any = None
         self.checkpoints: Checkpoints | None = None  # None if row checkpoint.save is off
         self.current_call: dict[str, Any] = {}
@@ -254,9 +248,7 @@ class TrainerRun:
         reports = self.trainer.actor_rollout_wg.take_report()
         emulator = load_emulation(recipe.platform)
         self.emulated = None if emulator is None else emulator.total_usage([report["emulated"] for report in reports])
-        if self.workers_see_log_probs:
-            sums = [report["log_prob_sums"] for report in reports]
-            metrics = rollout_correction.add_worker_metrics(metrics, sums, recipe)
+        metrics = add_worker_metrics(metrics, [report["log_prob_sums"] for report in reports], recipe)
         if group.cache is not None:
             metrics = group.cache.drop_partition_metrics(metrics)
         record = step_record.make_record(step, metrics, reports)

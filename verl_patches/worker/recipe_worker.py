@@ -195,14 +195,20 @@ class RecipeWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto, *, planned: PlannedSplits | None = None) -> DataProto:
-        """Compute log-probs with verl in phase old_log_prob; record routed experts with recipe.train.routing_replay.
+        """Compute log-probs with verl in phase old_log_prob, and note the difference from vLLM's for take_report.
 
-        planned: micro batches of the tensor cache's plan; None for verl's own (also in the next two methods).
+        With recipe.train.routing_replay routed experts are recorded. planned: micro batches of the tensor cache's plan;
+        None for verl's own (also in the next two methods).
         """
         recording = self.routing.recording() if self.routing is not None else nullcontext()
         stage = Stage(self._token_budget("log_prob"), planned)
         with context().phase("old_log_prob"), recording, in_stage(stage):
-            return super().compute_log_prob(data)
+            found = super().compute_log_prob(data)
+        if is_metrics_rank() and "rollout_log_probs" in data.batch.keys():
+            rollout = data.batch["rollout_log_probs"]
+            mask = data.batch["attention_mask"][:, -rollout.shape[1] :]
+            self.log_prob_sums = rollout_correction.log_prob_sums(rollout, found.batch["old_log_probs"], mask)
+        return found
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto, *, planned: PlannedSplits | None = None) -> DataProto:
@@ -259,13 +265,12 @@ class RecipeWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def log_prob_cached(self, send_back: bool) -> payloads.LogProbs | None:
-        """Call compute_log_prob for this replica's samples, and note the difference from vLLM's for take_report."""
+        """Call compute_log_prob for this replica's samples; keep the log-probs, return what the trainer needs."""
         batch = self._cached_batch()
         data, mask = batch.inputs()
+        if "rollout_log_probs" in batch.cache.names:
+            data.batch["rollout_log_probs"] = batch.padded_responses("rollout_log_probs")
         found = self.compute_log_prob(data, planned=batch.stage_splits(self.config, "log_prob"))
-        if is_metrics_rank() and "rollout_log_probs" in batch.cache.names:
-            rollout, actor = batch.padded_responses("rollout_log_probs"), found.batch["old_log_probs"]
-            self.log_prob_sums = rollout_correction.log_prob_sums(rollout, actor, mask)
         return batch.keep_log_probs("old_log_probs", found, mask, send_back)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -1,29 +1,24 @@
 """Test which log-probs are compared, and when the comparison stops a run."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from tests.runs import tiny
 from verl_patches.run.resolve import changed_run
 from verl_patches.step.log_probs import logprob_check, rollout_correction
+from verl_patches.step.log_probs.rollout_correction import log_prob_sums
 
 
 def test_delta_is_of_valid_tokens_only():
     """Check one batch; tests/step/log_probs/test_rollout_correction.py has the values of others."""
-    tensors = {
-        "rollout_log_probs": torch.tensor([[-1.0, -2.0, -9.0]]),
-        "old_log_probs": torch.tensor([[-1.5, -2.0, 0.0]]),
-        "response_mask": torch.tensor([[1, 1, 0]]),
-    }
-    compute = rollout_correction.add_log_prob_metrics(lambda batch: {"of verl": 1.0})
-    metrics = compute(SimpleNamespace(batch=tensors))
+    sides = torch.tensor([[-1.0, -2.0, -9.0]]), torch.tensor([[-1.5, -2.0, 0.0]]), torch.tensor([[1, 1, 0]])
+    recipe = tiny().recipe
+    metrics = rollout_correction.add_worker_metrics({"of verl": 1.0}, [log_prob_sums(*sides), None], recipe)
     delta = logprob_check.logprob_delta(metrics)
     assert metrics["of verl"] == 1.0 and (delta["mean"], delta["max"], delta["kl"]) == (0.25, 0.5, 0.25)
     assert set(delta) == {"mean", "max", "std", "pearson", "kl", "k3_kl"}
-    del tensors["rollout_log_probs"]
-    assert compute(SimpleNamespace(batch=tensors)) == {"of verl": 1.0} and logprob_check.logprob_delta({}) is None
+    assert rollout_correction.add_worker_metrics({"of verl": 1.0}, [None], recipe) == {"of verl": 1.0}
+    assert logprob_check.logprob_delta({}) is None
 
 
 NAN = float("nan")

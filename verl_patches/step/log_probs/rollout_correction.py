@@ -17,7 +17,7 @@ import functools
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -199,23 +199,6 @@ def _ratio_quantile(bins: Counter[int], share: float) -> float:
     tokens_up_to = list(accumulate(bins[number] for number in numbers))
     number = numbers[bisect_left(tokens_up_to, share * tokens_up_to[-1])]
     return math.exp(float(_bin_edges()[number - 1 : number + 1].mean()))
-
-
-def add_log_prob_metrics(original: Callable) -> Callable:
-    """Wrap verl's compute_data_metrics: add the differences of log-probs if the batch has both sides.
-
-    With recipe.train.skip_old_log_prob the workers report them (step/log_probs/policy_update.py).
-    """
-
-    @functools.wraps(original)
-    def compute(batch: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        reported, tensors = original(batch, *args, **kwargs), batch.batch
-        if "rollout_log_probs" in tensors.keys() and "old_log_probs" in tensors.keys():
-            sides = [tensors[name] for name in ("rollout_log_probs", "old_log_probs", "response_mask")]
-            reported.update(log_prob_metrics(log_prob_sums(*sides)))
-        return reported
-
-    return compute
 
 
 def log_prob_metrics(batch_sums: LogProbSums, correction: Correction | None = None) -> dict[str, float]:
