@@ -77,7 +77,7 @@ from verl_patches.weights.writer import complete_folder, write_bytes
 log = logging.getLogger(__name__)
 
 STATE_FILE = f"{TRAINER_PREFIX}json"
-_POLL_S, _GRACE_S = (0.1, 5.0), 30.0  # seconds between looks for all ranks' files (from, to); at whether they grow
+_POLL_S = 0.1, 5.0  # seconds between looks for all ranks' files (from, to)
 _SAID_S = 60.0  # between lines about a checkpoint that the run waits for; recipe.timeouts.quiet_s needs output
 _WAIT_SHARE = 0.6  # must be below launch/supervise/stall.py's WAIT_SHARE
 # keys of recipe that do not change the result of a step
@@ -101,7 +101,6 @@ class Checkpoints:
             raise ConfigError(text)
         self.records: list[dict[str, Any]] = []  # one for each complete checkpoint: step, bytes, seconds
         self._thread: threading.Thread | None = None
-        self._folder_in_writing: Path | None = None
         self._error: Exception | None = None
         self._aborted, self._awaited = threading.Event(), False
 
@@ -131,7 +130,6 @@ class Checkpoints:
         record = {"step": step, "blocking_s": time.perf_counter() - started}
         record["copied_bytes"] = max(answer["copied_bytes"] for answer in answers)
         record["copy_s"] = max(answer["seconds"] for answer in answers)
-        self._folder_in_writing = writing
         args = (writing, own, manifests, record, started)
         self._thread = threading.Thread(target=self._complete, args=args, name="checkpoint")
         self._thread.start()
@@ -195,23 +193,18 @@ class Checkpoints:
         self._awaited = False
 
     def abort_save(self, wait: bool) -> None:
-        """End a checkpoint in progress after an error of the run; with `wait`, only once its files stop growing.
+        """End a checkpoint in progress after an error of the run; with `wait`, give it time to become complete.
 
         It waits at most _WAIT_SHARE of the watch's lowest bound. Beyond that bound the watch takes the controller, or
         ranks that wait for a failed one, for stalled.
         """
         if self._thread is None:
             return
-        assert self._folder_in_writing is not None  # `save` sets it before it starts the thread
-        before, written = None, folder_bytes(self._folder_in_writing)
-        recipe = self.config.recipe
-        bound_s = min(recipe.watch.least_s, 60 * recipe.train.distributed_timeout_minutes)
-        ends = time.monotonic() + _WAIT_SHARE * bound_s
-        while wait and self._thread.is_alive() and written != before and time.monotonic() < ends:
-            text = "the run has failed; waiting for its checkpoint in progress"
-            self._try_to_say(f"{text}, {size_text(written)} written")
-            self._thread.join(min(_GRACE_S, ends - time.monotonic()))
-            before, written = written, folder_bytes(self._folder_in_writing)
+        if wait and self._thread.is_alive():
+            self._try_to_say("the run has failed; waiting for its checkpoint in progress")
+            recipe, self._awaited = self.config.recipe, True
+            bound_s = min(recipe.watch.least_s, 60 * recipe.train.distributed_timeout_minutes)
+            self._thread.join(_WAIT_SHARE * bound_s)
         self._aborted.set()
         self._thread.join()
 

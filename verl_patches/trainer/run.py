@@ -41,6 +41,7 @@ from verl_patches.trainer.ray_start import dead_actors
 from verl_patches.trainer.record import NOW_FILE, STEP_PREFIX, Progress, Summary, write_json
 from verl_patches.trainer.step_record import Rates, start_seconds
 from verl_patches.trainer.validation import add_tensorboard_samples, read_validation
+from verl_patches.weights.checkpoint_files import CheckpointError
 
 log = logging.getLogger(__name__)
 DEAD_SHOWN = 16  # an error names at most so many dead workers
@@ -89,7 +90,7 @@ class TrainerRun:
 
     def fit_recorded(self, fit: Callable[[], Any]) -> Any:
         """Run `fit` (verl's) after the handshake, and record the outcome in any case."""
-        reason, dead = "failed", []
+        reason, may_complete = "failed", True  # the second: whether workers may complete a checkpoint in progress
         try:
             result = None
             if self.run.probes:
@@ -104,7 +105,9 @@ class TrainerRun:
             return result
         except BaseException as error:
             reason = exit_reason(error, self.raising_rank_text(error))
-            if isinstance(error, Exception) and (dead := self.dead_workers()):
+            dead = self.dead_workers() if isinstance(error, Exception) else []
+            may_complete = not dead and not isinstance(error, CheckpointError)
+            if dead:
                 reason = f"{self.death_text(dead)}; first error: {reason}"
                 raise WorkerDiedError(reason) from error
             raise
@@ -113,7 +116,7 @@ class TrainerRun:
                 self.record_outcome(reason)  # before waiting: the wait may be killed
             finally:
                 if self.checkpoints is not None:
-                    self.checkpoints.abort_save(wait=not dead)  # a dead rank writes no more files
+                    self.checkpoints.abort_save(wait=may_complete)
             self.summary.write()
 
     def probe_devices(self) -> None:

@@ -30,7 +30,6 @@ SYNC_COLUMNS = ("sync MB", "sync calls", "extra MB")
 WIDE_COLUMNS = (*(f"{phase} s" for phase in PHASES), *SYNC_COLUMNS, "held MB", "sent MB", "preempted")
 # on fixed data: accuracy is added, loss and margin replace reward and |dlogp|, and columns of a rollout are left out
 OBJECTIVE_COLUMNS, ROLLOUT_COLUMNS = ("accuracy",), ("rollout s", "reshard s", *SYNC_COLUMNS, "preempted")
-REPLAY_COLUMNS = ("agreement",)  # with recipe.train.routing_replay
 VAL_COLUMNS, WIDE_VAL_COLUMNS = ("val",), ("val", f"{VALIDATE} s")  # with trainer.test_freq
 CRITIC_SECONDS = tuple(f"{phase.name} s" for phase in STEP_PHASES if phase.critic)
 # columns of a run with a critic, from verl's metrics; expl_var: 1 - var(returns - values) / var(returns)
@@ -229,18 +228,14 @@ def rebalance_totals(counts: list[dict[str, float] | None]) -> dict[str, float] 
 def replay_totals(counts: list[dict[str, Any] | None]) -> dict[str, Any] | None:
     """Return the figures of routing replay over all ranks; None where it is off, or if nothing was replayed.
 
-    agreement: share of replayed experts that the routers chose too; experts: number of replayed experts, counted by
-    each tensor-parallel rank that sees the token; bytes: recorded on the rank with the most.
+    agreement: share of replayed experts that the routers chose too; bytes: recorded on the rank with the most.
     """
     present = [each for each in counts if each is not None]
     experts = sum(each["of"] for each in present)
     if not experts:
         return None
-    return {
-        "agreement": sum(each["equal"] for each in present) / experts,
-        "experts": experts,
-        "bytes": max(each["bytes"] for each in present),
-    }
+    agreement = sum(each["equal"] for each in present) / experts
+    return {"agreement": agreement, "bytes": max(each["bytes"] for each in present)}
 
 
 def skipped_totals(reports: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
@@ -386,8 +381,6 @@ def table_columns(run: RunSpec) -> Iterator[tuple[str, tuple[str, ...]]]:
     for prefix, columns, val in (("-", NARROW_COLUMNS, VAL_COLUMNS), ("+", WIDE_COLUMNS, WIDE_VAL_COLUMNS)):
         if not run.samples:
             columns = (*OBJECTIVE_COLUMNS, *(column for column in columns if column not in ROLLOUT_COLUMNS))
-        if run.recipe.train.routing_replay:
-            columns += REPLAY_COLUMNS
         if run.has_critic:
             columns += CRITIC_COLUMNS if prefix == "-" else (*CRITIC_SECONDS, *CRITIC_COLUMNS)
         yield prefix, (*columns, *(val if run.verl.trainer.test_freq > 0 else ()))
@@ -419,7 +412,7 @@ def _table_cells(step: dict[str, Any]) -> dict[str, str]:
 
     Weight sync: MB received by the busiest rank, collectives, MB of extra memory. held MB: peak of all memory groups of
     one rank, activations not included. sent MB: what the trainer serialised for its workers. preempted: responses that
-    vLLM preempted and computed again. agreement: share of replayed experts that routers chose too.
+    vLLM preempted and computed again.
     """
     cells = {f"{phase} s": f"{seconds:.3f}" for phase, seconds in step["seconds"].items()}
     if val := step.get("val"):
@@ -439,6 +432,4 @@ def _table_cells(step: dict[str, Any]) -> dict[str, str]:
         cells["accuracy"] = f"{step['objective']['accuracy']:.4f}"
     if step.get("preempted") is not None:
         cells["preempted"] = str(step["preempted"])
-    if replay := step.get("routing_replay"):
-        cells["agreement"] = f"{replay['agreement']:.5f}"
     return cells
