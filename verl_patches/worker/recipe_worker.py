@@ -48,7 +48,7 @@ from verl_patches.step.batches import payloads
 from verl_patches.step.batches.cached_batch import CachedBatch, cached_batch, padded_prompts
 from verl_patches.step.batches.exchange import is_metrics_rank
 from verl_patches.step.batches.limits import token_budget
-from verl_patches.step.batches.micro_batches import MiniBatchCounts, PlannedSplits, Stage, in_stage
+from verl_patches.step.batches.micro_batches import MiniBatchCounts, PlannedSplits, Stage, current_stage
 from verl_patches.step.log_probs import rollout_correction
 from verl_patches.step.log_probs.policy_update import PolicyUpdate
 from verl_patches.step.log_probs.rollout_log_probs import CheckedSample
@@ -202,7 +202,7 @@ class RecipeWorker(TrainingWorker):
         """
         recording = self.routing.recording() if self.routing is not None else nullcontext()
         stage = Stage(self._token_budget("log_prob"), planned)
-        with context().phase("old_log_prob"), recording, in_stage(stage):
+        with context().phase("old_log_prob"), recording, current_stage.set(stage):
             found = super().compute_log_prob(data)
         if is_metrics_rank() and "rollout_log_probs" in data.batch.keys():
             rollout = data.batch["rollout_log_probs"]
@@ -213,7 +213,7 @@ class RecipeWorker(TrainingWorker):
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto, *, planned: PlannedSplits | None = None) -> DataProto:
         """Compute log-probs of the reference with verl in phase ref."""
-        with context().phase("ref"), in_stage(Stage(self._token_budget("ref"), planned)):
+        with context().phase("ref"), current_stage.set(Stage(self._token_budget("ref"), planned)):
             return super().compute_ref_log_prob(data)
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
@@ -228,7 +228,7 @@ class RecipeWorker(TrainingWorker):
         around = nullcontext() if update is None else update.update_context(data.batch)
         counts = MiniBatchCounts()
         stage = Stage(self._token_budget("update"), planned, counts)
-        with context().phase("update"), replaying, in_stage(stage), around:
+        with context().phase("update"), replaying, current_stage.set(stage), around:
             output = super().update_actor(data)
             if counts.micro_batches:  # only with row update.mini_batches on
                 counts.report(output.meta_info["metrics"])
