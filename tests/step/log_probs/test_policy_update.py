@@ -16,7 +16,6 @@ from verl_patches.patching.row import make_subclass
 from verl_patches.recipe import Objective, RolloutCorrection
 from verl_patches.rules import RULES
 from verl_patches.step.log_probs import policy_update, rollout_correction
-from verl_patches.step.log_probs.rollout_correction import LogProbError
 from verl_patches.worker import recipe_worker
 from verl_patches.worker.recipe_worker import RecipeWorker
 
@@ -208,7 +207,7 @@ def test_a_batch_without_rollout_log_probs_has_no_report_and_no_correction():
     assert found == {rollout_correction.MEAN_LOG_PROB: pytest.approx(mean)}
     data = batch()
     data.batch.pop("rollout_log_probs")
-    with pytest.raises(LogProbError, match="rollout_correction is on, but the batch has no rollout_log_probs"):
+    with pytest.raises(RecipeError, match="rollout_correction is on, but the batch has no rollout_log_probs"):
         Worker(rollout_is="token").run(data)
 
 
