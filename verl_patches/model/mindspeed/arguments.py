@@ -156,8 +156,8 @@ class Key(NamedTuple):
     """Say how `key` of a configuration is mapped; `target` is an argument, or function(value, get) -> arguments.
 
     how: value (`target` VALUE), switch (`target` if true), convert (the function; its ConfigError is the reason of a
-    refusal), verl (read by verl), with (another key's conversion reads it), same (must equal the key `target`), only
-    (`target` is the tuple of accepted values; others are refused with `why`).
+    refusal), verl (verl's own), with (another key's conversion reads it), only (`target` is the tuple of accepted
+    values; others are refused with `why`).
     """
 
     key: str
@@ -311,9 +311,7 @@ TABLE: tuple[Key, ...] = (
     Key(_A + "sequence_parallel", "convert", _sequence_parallel_args, "no effect at TP 1, required above"),
     Key(_A + "use_distributed_optimizer", "switch", "--use-distributed-optimizer", "optimizer states split over DP"),
     Key(_A + "param_offload", "verl", None, _PHASES_REASON),
-    Key(_A + "grad_offload", "same", _A + "param_offload",
-        "verl 54c9b736 moves gradients with parameters "
-        "(_is_offload_grad of verl.workers.megatron_workers.ActorRolloutRefWorker is never read)"),
+    Key(_A + "grad_offload", "verl", None, "verl 54c9b736 never reads it: gradients move with parameters"),
     Key(_A + "optimizer_offload", "verl", None, _PHASES_REASON),
     Key(_A + "use_dist_checkpointing", "only", (False,), _DCP_REASON),
     Key(_A + "dist_checkpointing_path", "only", (None,), _DCP_REASON),
@@ -397,11 +395,6 @@ def _engine_setting(row: Key, get: Get) -> Setting:
 
     if row.how in ("with", "verl"):
         return setting(f"with {row.target}" if row.how == "with" else "verl's own")
-    if row.how == "same":
-        actors = get(row.target)
-        if _none_as_null(value) in (None, _none_as_null(actors)):
-            return setting(f"with {row.target}")
-        return setting("refused", why=f"must equal {row.target}, {actors!r}: {row.why}")
     if row.how == "only":
         return setting("mapped", why=f"a supported value ({row.why})") if value in row.target else setting("refused")
     if row.how == "convert":
