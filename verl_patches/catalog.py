@@ -270,7 +270,7 @@ MINDSPEED: tuple[PatchSpec, ...] = (
         "(verl.models.weight_loader_registry.get_weight_loader), once for the reference and once for the actor",
         exit=_VERL_HAS_IT, bindings=(f"{_WORKERS}:load_megatron_gptmodel_weights",)),
     _a3("model.saver_name", "wrap", "verl.models.weight_loader_registry:get_weight_saver",
-        f"{_MINDSPEED}.compat:refuse_to_save_deepseekv3",
+        f"{_MINDSPEED}.compat:without_deepseekv3_saver",
         "MegatronCheckpointManager.__init__ of every worker looks its model's saver up, saving or not; there is none "
         "for DeepSeek-V3", exit="our own checkpoints take this place",
         bindings=("verl.utils.checkpoint.megatron_checkpoint_manager:get_weight_saver",)),
