@@ -15,7 +15,6 @@ SMALL_RUNS = (
     "start.py",
     "weights.py --only convert --pairs 1 --tiny",
     "weights.py --only save --mib 16",
-    pytest.param("dispatch.py --prompts 256", marks=NIGHTLY),
     pytest.param("routing_replay.py --steps 1", marks=NIGHTLY),
 )
 

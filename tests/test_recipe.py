@@ -1,19 +1,10 @@
 import pytest
 
 from verl_patches.errors import ConfigError
-from verl_patches.model.mindspeed.arguments import TABLE
 from verl_patches.recipe import recipe_keys
 from verl_patches.run.compose import compose_config
 from verl_patches.run.verl_values import check_recipe
 from verl_patches.values import RENAMED_KEYS
-
-
-def test_train_has_the_keys_and_defaults_of_the_engine_table():
-    table = {row.key: row.default for row in TABLE if row.key.startswith("recipe.train.")}
-    train = {key: item.default for key, item in recipe_keys() if key.startswith("recipe.train.")}
-    assert set(table) == set(train)
-    given = {key: default for key, default in table.items() if default is not None}
-    assert given == {key: train[key] for key in given}
 
 
 @pytest.mark.parametrize(

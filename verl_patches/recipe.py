@@ -263,14 +263,13 @@ class LogprobCheck:
 
     action: stop ends the run with an error, report only prints and stores, off does not compare.
     every: null compares the responses of every step, which needs temperature 1 with top-p and top-k off. N samples
-    extra sequences for the check in the first step and each N-th after it; the step itself does not change.
-    sequences: number of those sequences over all replicas, equally many each, of at most 256 tokens; null: one each.
+    an extra sequence of at most 256 tokens on each replica, in the first step and each N-th after it; the step itself
+    does not change.
     max_mean_fp32, max_mean_bf16: limit of mean |delta| for this training dtype.
     """
 
     action: Annotated[str, choices("stop", "report", "off")] = "stop"
     every: Count | None = None
-    sequences: Count | None = None
     max_mean_fp32: Positive = 1e-5
     max_mean_bf16: Positive = 0.05
 
@@ -437,7 +436,7 @@ class Recipe:
     worker_process_setup_hook: a "package.module.function" that every Ray worker calls after the prelude and
     before Ray gives it a die. On npu it must not import torch_npu.
     ray_port: port of the Ray that the run starts; null: any free one.
-    expert_load: count the tokens of each expert; every step records max / mean, in training and in rollout on npu.
+    expert_load: count the tokens of each expert in training; every step records max / mean.
     model_shape: HF config.json from which the plan reads sizes, relative to the configs folder.
     trust_remote_code: run the Python code of a tokenizer that is code in the model's folder (Moonlight, Kimi-K2). It
     becomes verl's two keys of that name, of data and of actor_rollout_ref.model.

@@ -109,17 +109,20 @@ def end_early():
 def print_bytes():
     """Let the trainer print the bytes of the arrays that each stage of the tensor cache sends and receives."""
 
-    def run(stage, original, self, sent):
-        answers = original(self, sent)
-        payloads = [part for part in (sent, *answers) if not isinstance(part, bool)]
+    def run(stage, original, sent):
+        answers = original(sent)
+        payloads = [part for part in (sent, *answers) if not isinstance(part, bool | None)]
         parts = [part if isinstance(part, dict) else vars(part) for part in payloads]
         sizes = [value.nbytes for part in parts for value in part.values() if hasattr(value, "nbytes")]
         print("bytes of stage", stage, sum(sizes))
         return answers
 
-    for stage in ("generate", "place", "log_prob", "ref_log_prob", "update"):
-        counted = functools.partial(run, stage)
-        wrap("verl_patches.trainer.worker_group", f"WorkerCalls.{stage}_cached", counted)
+    def count(self):
+        for stage in ("generate", "place", "log_prob", "ref_log_prob", "update"):
+            name = f"{stage}_cached"
+            setattr(self._group, name, functools.partial(run, stage, getattr(self._group, name)))
+
+    after_init("verl_patches.trainer.worker_group", "RecipeWorkerGroup", count)
 
 
 # -- spoilt weight syncs: controls of the truth check ------------------------------------------------------------------

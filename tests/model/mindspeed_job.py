@@ -183,7 +183,7 @@ def worker_job(folder: Path, config, args) -> dict:
     calls = {"gradient_accumulation_fusion": len(linear), "unpadded_attention": unpadded}
     calls["gemm_gradient_accumulation_fusion"] = len(grouped) + len(overlapped)
     calls["recomputed"] = len(recomputed)
-    loads = {side: load and load.take() for side, load in worker.expert_loads.items()}
+    loads = worker.expert_load.take() if worker.expert_load else None
     found = {"log_probs": log_probs, "metrics": metrics, "load": loads, "calls": calls, "ids": tensors["input_ids"]}
     return {**found, "optimizer": type(worker.actor_optimizer).__name__}
 

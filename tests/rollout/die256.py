@@ -158,10 +158,7 @@ def start(model: str, name: str, overrides: list[str]) -> tuple[Any, Any]:
 
 def true_weight(model: str, other: str, overrides: list[str]) -> dict[str, Any]:
     """Return responses with the weights of `model`, with those of `other` after a sync, and with the first again."""
-    from verl_patches.step.replay.expert_load import count_rollout_load
-
     config, made = start(model, TRUE_WEIGHT, overrides)
-    load = count_rollout_load(engine_worker(made.inference_engine).model_runner.model)
     prompts, seen, engine = prompts_for(config), decode_batches(made), made.inference_engine.llm_engine
     responses = generate(made, prompts)
     found = {
@@ -171,7 +168,6 @@ def true_weight(model: str, other: str, overrides: list[str]) -> dict[str, Any]:
         "decodes": max(decodes for decodes, prefills in seen if not prefills),
         "options": engine.vllm_config.additional_config,
         "read": options_read(made),
-        "load": load.take(),
     }
     runner = engine_worker(made.inference_engine).model_runner
     sizes = record(runner, "_get_torchair_lazy_compiled_model", lambda made, batch_size: batch_size)

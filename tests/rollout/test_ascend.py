@@ -190,7 +190,6 @@ def test_the_256_die_rollout_with_true_weights_is_right(models, run, level):
     assert found["mixed"] > 5 if level == "tuned" else found["mixed"] == 0
     assert found["moved"] == []
     assert found["read"] == read_as(options, sizes)
-    assert found["load"]["layers"] == 2 and found["load"]["max_over_mean"] > 1.5  # of prompts: decodes are in graphs
     written = dict(options.ascend)
     assert written.pop("enable_prefix_caching") == (level == "tuned")  # read before the engine
     assert found["options"] == written

@@ -25,7 +25,6 @@ ON_POLICY, ASCEND = "recipe.train.skip_old_log_prob", "recipe.rollout.ascend"
 CHANGES = [
     ({"algorithm.adv_estimator": "gae"}, {"critic", "value_models"}),
     ({"actor_rollout_ref.ref.log_prob_use_dynamic_bsz": True}, {"dynamic_batches"}),
-    ({"recipe.expert_load": True}, {"expert_load"}),
     ({"recipe.objective.name": "dpo", ON_POLICY: False}, {"fixed_data"}),
     ({f"{ASCEND}.graphs": False}, {"graphs"}),
     ({"recipe.memory.ledger": "off"}, {"memory_ledger"}),

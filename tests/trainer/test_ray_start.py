@@ -14,31 +14,6 @@ def test_user_variables_and_other_keys_stay():
 CPU, WORKER = "line=pypi,platform=cpu", {"RANK": "0", "WG_PREFIX": "abc"}
 
 
-PREPARE = """
-import sys, types
-start = types.ModuleType("verl_patches.model.mindspeed.start")  # it needs MindSpeed
-start.prepare = lambda engine: print("prepared", engine["layers"])
-sys.modules[start.__name__] = start
-from verl_patches.trainer.worker_settings import chain_setup_hooks
-chain_setup_hooks(lambda: print("user"), ENGINE)()
-import verl
-"""
-
-
-@pytest.mark.parametrize(("variables", "engine", "prepared"), [
-    (WORKER, {"layers": 4}, "prepared 4\n"),  # a training worker
-    ({}, {"layers": 4}, ""),  # the controller
-    (WORKER, None, ""),  # a line without such an engine
-])  # fmt: skip
-def test_training_workers_alone_prepare_their_engine_with_the_import_of_verl(
-    tmp_path, run_python, variables, engine, prepared
-):
-    (tmp_path / "verl.py").write_text("print('verl')\n")
-    env = {**variables, "PYTHONPATH": str(tmp_path)}
-    done = run_python(f"ENGINE = {engine}\n{PREPARE}", patches=CPU, env=env).check()
-    assert done.out == f"user\nverl\n{prepared}"
-
-
 @pytest.fixture(scope="module")
 def ray_job(ray_folder, run_ranks, tmp_path_factory):
     """Return the answers of tests/trainer/die_worker.py, with real Ray and its resource NPU."""

@@ -366,7 +366,7 @@ def _expert_loads(run: Path) -> tuple[float, float]:
             f"--expert-load {run}: expected numbers in expert_load.train.ranks_over_mean of the steps of its "
             f"summary.json, found {train + rollout or 'none'}; give a run with recipe.expert_load=true"
         )
-    return fmean(train), fmean(rollout or train)  # rollout is counted on npu only
+    return fmean(train), fmean(rollout or train)
 
 
 def _print_layouts(answer: dict[str, Any], option: Sequence[str], overrides: list[str]) -> None:

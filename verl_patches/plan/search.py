@@ -129,8 +129,6 @@ def _rollout_sides(run: RunSpec, workload: Workload, splits: Sequence[int]) -> S
         keys = rollout_keys(tp, ranks) | {memory_plan.MAX_NUM_SEQS_KEY: seqs}
         if sizes is not None:
             keys[GRAPHS_KEY] = [*(size for size in sizes if size < seqs), seqs]
-        if (run.recipe.logprob_check.sequences or 0) % replicas:
-            keys["recipe.logprob_check.sequences"] = None  # one for each replica
         tried = changed_run(run, keys)
         one = step_input(tried, workload)
         sync = step_model.direct_sync_bound(one.model, one, run.recipe.reshard.bucket_bytes)

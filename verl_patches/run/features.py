@@ -23,7 +23,6 @@ def feature_states(run: RunSpec) -> dict[str, bool]:
     return {
         "critic": run.has_critic,
         "dynamic_batches": has_dynamic_batches(run.verl.actor_rollout_ref),
-        "expert_load": recipe.expert_load,
         "fixed_data": not run.samples,
         "graphs": bool(run.graphs),
         "memory_ledger": recipe.memory.ledger != "off",

@@ -4,7 +4,6 @@
                   rank_R.safetensors  pieces of weights and optimizer states of rank R (TrainState)
                   rank_R.json         states of random generators, step counts, learning-rate schedule of rank R
                   trainer.json        position in the data, sampler, the trainer's generators, adaptive KL coefficient
-                  trainer.safetensors tensors of trainer.json's contents (trainer/checkpoint.py)
                   config.json         of the trained model, with its dtype
                   tokenizer.json, ... files of the model's folder other than weights
                   critic/             of a run with a critic: its own manifest, ranks' files and config.json

@@ -22,7 +22,7 @@ from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.run.environment import CONFIG_FILE, FACTS_FILE
 from verl_patches.run.resolve import changed_run
 from verl_patches.spec import read_run
-from verl_patches.step.objectives import dataset
+from verl_patches.step.objectives.dataset import FixedDataset
 from verl_patches.step.replay.recording import save_scores, save_step
 from verl_patches.tools.data.from_rollouts import Choice, write_rollout_data
 from verl_patches.weights.run_folders import take_start
@@ -187,14 +187,18 @@ def test_a_run_takes_the_pairs(run, tmp_path, tokenizer, tiny_model):
     overrides += ["actor_rollout_ref.actor.ppo_mini_batch_size=2", f"actor_rollout_ref.model.path={tiny_model}"]
     config = composed("deepseekv3_tiny_cpu", overrides).verl.data
     data = OmegaConf.merge(config, OmegaConf.from_dotlist(words[4:]).data, {"cache_dir": str(tmp_path)})
-    row = dataset.PairData([file], tokenizer, data)[0]
-    data = OmegaConf.merge(data, {"max_response_length": longest["response"] - 1})
+
+    def read(name, **changes):
+        whole = {"data": OmegaConf.merge(data, changes), "recipe": {"objective": {"name": name}}}
+        return FixedDataset([file], tokenizer, OmegaConf.create(whole).data)
+
+    row = read("dpo")[0]
     with pytest.raises(ConfigError, match=f"a response has {longest['response']} tokens"):
-        dataset.PairData([file], tokenizer, data)
+        read("dpo", max_response_length=longest["response"] - 1)
     text = tokenizer.decode(row["tools_kwargs"]["responses"][0], skip_special_tokens=True)
     assert text == "good" and tokenizer.decode(row["raw_prompt_ids"]).count("one two") == 1
     with pytest.raises(ConfigError, match="kto needs the columns"):  # the control
-        dataset.KtoData([file], tokenizer, data)
+        read("kto")
 
 
 @pytest.mark.parametrize("truncation", ["left", "middle", "right"])

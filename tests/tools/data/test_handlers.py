@@ -198,23 +198,24 @@ def test_the_runs_dataset_reads_them_and_lengths_are_as_it_counts_them(tmp_path,
     from transformers import AutoTokenizer
     from verl.utils.dataset.rl_dataset import RLHFDataset
 
-    from verl_patches.step.objectives import dataset
+    from verl_patches.step.objectives.dataset import FixedDataset
 
     keys = {"tokenizer_name_or_path": str(tiny_model), "seq_length": 400}
     _, report = make(tmp_path, [RECORDS[handler](n) for n in range(20)], handler, **keys)
     longest, tokenizer = report["longest_tokens"], AutoTokenizer.from_pretrained(tiny_model)
     for algorithm in USED_BY[handler]:
         name = composed("deepseekv3_tiny_cpu", [f"algo={algorithm}"]).verl.data.custom_cls.name
-        kind = getattr(dataset, name) if name else RLHFDataset
+        kind, recipe = FixedDataset if name else RLHFDataset, {"objective": {"name": algorithm}}
         files = [str(tmp_path / "out" / f"{part}.parquet") for part in ("train", "test")]
         limits = {"max_prompt_length": longest["prompt"], "max_response_length": longest["response"] or 1}
         config = {**limits, "truncation": "error", "cache_dir": str(tmp_path), "filter_overlong_prompts_workers": 1}
-        rows = kind(files, tokenizer, OmegaConf.create({**config, "filter_overlong_prompts": True}))
+        config = OmegaConf.create({"data": {**config, "filter_overlong_prompts": True}, "recipe": recipe}).data
+        rows = kind(files, tokenizer, config)
         assert len(rows) == 20 and [rows[number] for number in range(20)]
         if algorithm in ("sft", "dpo", "prm", "kto") and longest["response"] > 1 and name:  # the control
             with pytest.raises(ConfigError, match="max_response_length"):
                 config["max_response_length"] = longest["response"] - 2
-                kind(files, tokenizer, OmegaConf.create(config))
+                kind(files, tokenizer, config)
 
 
 @pytest.mark.slow

@@ -74,8 +74,7 @@ def start(section: Any) -> Namespace:
 
     Calls `prepare`; needs RANK and WORLD_SIZE in the environment; starts torch.distributed if verl has not. A process
     has one configuration: a second call does not change it. Raises ConfigError with upstream's own message where a
-    parser or validator refuses, or where a validator changes a value of the configuration, and PatchError where patches
-    of MindSpeed replaced one of ours.
+    parser or validator refuses, or where a validator changes a value of the configuration.
     """
     prepare(section)
     recipe = run_from_config(section).recipe
@@ -95,16 +94,7 @@ def start(section: Any) -> Namespace:
     global_vars.set_args(args)
     _start_groups(args)
     set_recomputed_layers(section)
-    check_patches_in_place()
     return args
-
-
-def check_patches_in_place() -> None:
-    """Raise PatchError where MindSpeed's own patches replaced one of ours."""
-    replaced = [row for row in engine.current_engine().status() if row["state"] == "overridden"]
-    lost = [f"{row['id']} at {row['target']}: {row['reason']}" for row in replaced]
-    if lost:
-        raise engine.PatchError("MindSpeed's start replaced patches of this recipe:\n  " + "\n  ".join(lost))
 
 
 def read_hf_config(section: Any) -> Mapping[str, Any]:
