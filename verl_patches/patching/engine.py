@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -291,12 +291,7 @@ class Engine:
         """Return all facts about one row as plain data; ConfigError for an unknown id, with the nearest ones."""
         from verl_patches.patching import fingerprint
 
-        if name not in self.specs:
-            raise ConfigError(
-                f"the catalogue has no row {name!r}{nearest_text(name, self.specs)}. "
-                f"`{our_command('status')}` lists them."
-            )
-        spec = self.specs[name]
+        spec = find_row(name, self.specs)
         entry = next(e for e in self.status() if e["id"] == name)
         return {
             **{key: sorted(value) if isinstance(value, frozenset) else value for key, value in vars(spec).items()},
@@ -333,6 +328,14 @@ class Engine:
 
         facts = [self.switches.line, self.switches.platform, self.switches.drift, self.intent()]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def find_row(name: str, specs: Mapping[str, PatchSpec]) -> PatchSpec:
+    """Return the row of this id; ConfigError for an unknown one, with the nearest ids."""
+    if name not in specs:
+        lists = f"`{our_command('status')}` lists them."
+        raise ConfigError(f"the catalogue has no row {name!r}{nearest_text(name, specs)}. {lists}")
+    return specs[name]
 
 
 process_engine: Current[Engine | None] = Current(None)  # set by the prelude's import, which Python runs once

@@ -3,7 +3,7 @@
 Sources are read from disk; nothing is imported. All definitions of a name count, in source order. For a method the
 headers of its classes count too: their decorators, bases and keywords, such as a metaclass, can change the method.
 Fields of the syntax tree are read by name and empty ones left out, so that fields which newer Python versions add
-(type_params and the like) change nothing; tests/patching/test_fingerprint.py compares Python versions.
+(type_params and the like) change nothing.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def definitions(
 def review_command(row_id: str, line: str, upstream: str = "") -> str:
     """Return the command that records a reviewed change of a row's target; `upstream`: the folder of clones."""
     folder = ["--upstream", upstream] if upstream else []
-    return our_command("fingerprint", row_id, "--write", "--line", line, *folder)
+    return our_command("check", row_id, "--write", "--line", line, *folder)
 
 
 def import_origin(node: ast.ImportFrom, module: str, is_package: bool) -> str:
@@ -192,20 +192,14 @@ def reviewed_hash(line: str, target: str) -> str | None:
     return reviewed_entries(line).get(target, {}).get("hash")
 
 
-def write_reviewed(
-    line: str, found: Mapping[str, str], whole: bool = False, files: Mapping[str, Mapping[str, str]] | None = None
-) -> list[str]:
-    """Record {target: its fingerprint} of one line, sorted, and return the targets whose entries were removed.
+def write_reviewed(line: str, found: Mapping[str, Mapping[str, Any]], whole: bool = False) -> list[str]:
+    """Record {target: {hash, files}} of one line, sorted, and return the targets whose entries were removed.
 
-    `files`: {target: `file_hashes`}, so that `current_hash` need not parse them. Entries of other lines stay, and
-    unless `found` is the `whole` line, those of other targets too.
+    Entries of other lines stay, and unless `found` is the `whole` line, those of other targets too.
     """
     table = dict(_reviewed_table())
     gone = [target for target in reviewed_entries(line) if whole and target not in found]
-    entries = {
-        target: {"hash": digest, "files": dict((files or {}).get(target, {}))} for target, digest in found.items()
-    }
-    table[line] = {**({} if whole else reviewed_entries(line)), **entries}
+    table[line] = {**({} if whole else reviewed_entries(line)), **found}
     blocks = (
         f" {json.dumps(name)}: {{\n"
         + ",\n".join(f"  {json.dumps(target)}: {json.dumps(rows[target])}" for target in sorted(rows))
