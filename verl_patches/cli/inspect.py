@@ -12,7 +12,7 @@ import typer
 from omegaconf import OmegaConf
 
 from verl_patches.cli.output import Json, console, print_json, print_table, print_text
-from verl_patches.cli.run import ConfigName, Overrides, Upstream, VerlPath, compose_run
+from verl_patches.cli.run import ConfigName, Overrides, Upstream, compose_run
 from verl_patches.errors import ConfigError, RecipeError, require_checks
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout, parse_layout
@@ -51,12 +51,11 @@ def config_command(
     config_name: ConfigName,
     overrides: Overrides = None,
     explain: Annotated[bool, typer.Option("--explain", help=EXPLAIN_HELP)] = False,
-    verl_path: VerlPath = None,
     upstream: Upstream = None,
     as_json: Json = False,
 ) -> None:
     """Print the composed config as YAML, or with --explain the training engine's arguments for each key."""
-    run = compose_run(config_name, overrides or [], find_trees(upstream, verl_path))
+    run = compose_run(config_name, overrides or [], find_trees(upstream))
     require_checks(hook_checks(run))
     if explain and run.line != GIT_LINE:
         raise ConfigError(

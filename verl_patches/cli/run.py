@@ -59,7 +59,6 @@ from verl_patches.weights.run_folders import checkpoint_chain, find_start, requi
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Any further Hydra overrides.")]
 CONFIG_HELP = "A file of configs/, such as deepseekv3_256die_true_weight."
 ConfigName = Annotated[str, typer.Option(help=CONFIG_HELP)]
-VerlPath = Annotated[Path | None, typer.Option(help="A verl checkout; default: the installed one.")]
 REPLAY_HELP = "Train on the responses that another run recorded: its name, its folder, or the rollouts in it."
 DRY_RUN_HELP = "Check and print everything; start and write nothing."
 UPSTREAM_HELP = "Folder with the clones of scripts/fetch_upstream.sh, for line a3."
@@ -153,7 +152,6 @@ def train_command(
     config_name: ConfigName,
     overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help=DRY_RUN_HELP)] = False,
-    verl_path: VerlPath = None,
     upstream: Upstream = None,
     wide: Wide = False,
     whole: Whole = False,
@@ -163,7 +161,7 @@ def train_command(
 
     A check that refuses the start is wrong input, exit code 2; with --dry-run it is what was asked for, exit code 1.
     """
-    overrides, trees = overrides or [], find_trees(upstream, verl_path)
+    overrides, trees = overrides or [], find_trees(upstream)
     if dry_run:
         report_plan(config_name, overrides, trees, Workload(), as_json, whole)
     run = compose_run(config_name, overrides, trees)
@@ -221,7 +219,6 @@ def plan_command(
     expert_load: Annotated[Path | None, typer.Option(metavar="RUN", help=LOAD_HELP)] = None,
     disk_gb_s: Annotated[str | None, typer.Option(metavar="NUMBER|RUN", help=DISK_HELP)] = None,
     measured: Annotated[Path | None, typer.Option(metavar="FILE", help=MEASURED_HELP)] = None,
-    verl_path: VerlPath = None,
     upstream: Upstream = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help=PLOT_HELP)] = None,
     whole: Whole = False,
@@ -231,7 +228,7 @@ def plan_command(
 
     The exit code is 1 if a check refuses the start.
     """
-    overrides, trees = overrides or [], find_trees(upstream, verl_path)
+    overrides, trees = overrides or [], find_trees(upstream)
     found = {} if measured is None else _read_measured(measured)
     rate = disk_gb_s or str(found.get("disk_gb_s") or DISK_GB_S)
     workload = Workload(prompt_tokens, response_tokens, dp_sync, disk_gb_s=_disk_rate(rate))

@@ -22,7 +22,6 @@ from verl_patches.patching.switches import PATCHES_VAR, parse_switches
 from verl_patches.upstream.checkouts import FETCH_HINT, SETUP_HINT, Trees
 from verl_patches.upstream.modified import package_roots, source_findings
 from verl_patches.upstream.pins import Line, load_pins, same_version
-from verl_patches.upstream.support import shell_findings
 
 _VERSION_LINE = re.compile(r"^\s*([\w.-]+)\s*[=:]\s*(\S+)\s*$")
 
@@ -45,7 +44,7 @@ class Machine:
 
 
 def compare_pins(line: str | None = None, machine: Machine | None = None, trees: Trees | None = None) -> Report:
-    """Compare the pins of one line with `machine`, its environment variables and `trees`; notes list the line's limits.
+    """Compare the pins of one line with `machine` and `trees`; notes list the line's limits.
 
     The default line is that of VERL_PATCHES, else a3 (production). Raises ConfigError for a line that is not in the pin
     file.
@@ -65,7 +64,6 @@ def compare_pins(line: str | None = None, machine: Machine | None = None, trees:
     ]
     findings += [_ascend_finding(key, version, machine) for key, version in pinned.system.items()]
     findings += sources
-    findings += shell_findings(name, machine.environ)
     findings += [Finding("not supported", "note", "", "", limit) for limit in pinned.limits]
     for entry in pins.unsupported_on(name):
         neutral = " or ".join("unset" if value is None else str(value) for value in entry.neutral)
