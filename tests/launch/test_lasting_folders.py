@@ -39,7 +39,7 @@ def refusal(tmp_path, monkeypatch):
 
 
 def test_with_the_volumes_of_the_example_job_both_256_die_runs_start(refusal):
-    job = load_job(CONFIGS_DIR / "cluster_256die.yaml", {})
+    job = load_job(CONFIGS_DIR / "cluster_256die.yaml")
     inside = [folder.replace(job.checkout, str(ROOT)) for folder in job.volumes.values()]
     for name in ("deepseekv3_256die_true_weight", "deepseekv3_256die_random_init"):
         assert refusal(OWN + mounted(*inside), name=name) == ""

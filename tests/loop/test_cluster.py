@@ -61,7 +61,7 @@ def test_four_nodes_from_up_to_a_training_step_and_down_again(nodes, tmp_path):
         "ssh": {"command": nodes.ssh},
     }
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
-    render(load_job(tmp_path / "job.yaml", {}), tmp_path / "scripts", "job.yaml")
+    render(load_job(tmp_path / "job.yaml"), tmp_path / "scripts", "job.yaml")
 
     def call(script):
         return timed(script, ["bash", str(tmp_path / "scripts" / script)])
