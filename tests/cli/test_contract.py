@@ -1,7 +1,6 @@
-"""Test `check` and `explain` on the command line, on the installed packages and on copies of them."""
+"""Test `check` on the command line, on the installed packages and on clones."""
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -44,21 +43,6 @@ def run(monkeypatch, capsys):
 def record(tmp_path, monkeypatch):
     """Return an empty record of reviewed fingerprints."""
     monkeypatch.setattr(fp, "REVIEWED_FILE", tmp_path / "fingerprints.json")
-
-
-@pytest.fixture
-def copies(tmp_path):
-    """Make a folder with a copy of verl beside links to the other installed packages."""
-    shutil.copytree(INSTALLED / "verl", tmp_path / "verl", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in PACKAGES[1:]:
-        (tmp_path / name).symlink_to(INSTALLED / name)
-    return tmp_path
-
-
-def edit(file, old, new):
-    text = file.read_text()
-    assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {file}"
-    file.write_text(text.replace(old, new))
 
 
 @pytest.mark.slow
@@ -110,31 +94,6 @@ def test_a_body_is_recorded_for_the_named_row_only(run, record):
     before = fp.REVIEWED_FILE.read_text()
     code, _, err = run("check", "platform.megatron_quantize", "--write", "--line", "a3")  # a row of line pypi
     assert code == 2 and "is for line pypi, not for a3" in err and fp.REVIEWED_FILE.read_text() == before
-
-
-def test_explain_prints_how_the_body_differs_from_the_pinned_one(run, copies, record):
-    """Use line pypi, where the packages in a folder are pinned; on line a3 a commit of the clone is (below)."""
-    words = ("explain", "model.local_names", "--switches", "line=pypi,platform=cpu", "--upstream", copies)
-    assert json.loads(run(*words, "--json")[1])["diff"] == []
-    edit(copies / "verl" / "utils" / "model.py", "def normalize_model_name(", "def normalize_model_name(extra, ")
-    out = run(*words)[1].splitlines()
-    was = next(line for line in out if line.startswith("-def "))
-    assert "extra" in was and was.replace("extra, ", "").replace("-", "+", 1) in out
-
-
-@pytest.mark.upstream
-def test_explain_reads_the_pinned_commit_of_a_clone(run, tmp_path, a3_sources):
-    (source,) = a3_sources("verl")
-    subprocess.run(["git", "clone", "-q", "--shared", source, tmp_path / "verl"], check=True)
-    edit(
-        tmp_path / "verl/verl/utils/tracking.py",
-        "def log(self, data, step, backend",
-        "def log(self, data, step, more, backend",
-    )
-    words = ("explain", "update.log_with_run", "--switches", "line=a3,platform=npu", "--upstream", tmp_path, "--json")
-    facts = json.loads(run(*words)[1])
-    changed = [line for line in facts["diff"] if line[0] in "+-" and "Tracking.log" not in line]
-    assert facts["state"] == "drifted" and [line[0] for line in changed] == ["-", "+"] and "more" in changed[1]
 
 
 def test_writing_the_whole_line_drops_records_without_a_row(run, record, monkeypatch):

@@ -68,11 +68,9 @@ def test_the_headers_of_the_classes_around_a_method_count(printed, before, after
     assert printed(OUTER, "B.C.m") != printed(OUTER.replace(before, after), "B.C.m") != fp.NO_SOURCE
 
 
-def test_the_bodies_of_the_classes_around_a_method_do_not_count(printed, tmp_path):
+def test_the_bodies_of_the_classes_around_a_method_do_not_count(printed):
     changed = OUTER.replace("def n(self): return 1", "def n(self): return 2\n    x = 1")
     assert printed(OUTER, "B.C.m") == printed(changed, "B.C.m") and printed(OUTER, "B.C") != printed(changed, "B.C")
-    shown = ["@keep", "class B(Base, metaclass=Meta):", "    class C(B1):", "        def m(self): return 1"]
-    assert fp.source_lines("mod:B.C.m", tmp_path) == shown
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ OURS, TRAIN = "python -m verl_patches ", r"bash scripts/train_\w+\.sh "
 CLASSES = {
     "example": (r".*finite_rewards",),  # tests/test_readme_example.py runs them
     "of a run": (rf"{OURS}(plan .*--lengths RUN|report start)",),  # tests/cli make such runs
-    "run with sources": (rf"({TRAIN}--dry-run|{OURS}(plan|explain)) .*--upstream upstream",),  # as run, with clones
+    "run with sources": (rf"({TRAIN}--dry-run|{OURS}plan) .*--upstream upstream",),  # as run, with clones
     "run": (  # here; the exit code is 0, or N where the comment says "exits N"
         rf"{OURS}(status|explain|digest|report|compare|config|reshard-plan|versions|plan|check(?!.*--upstream))\b",
         rf"{OURS}cluster render ",
@@ -68,8 +68,6 @@ SCRIPTS["train_moonlight_16die"] = ["train", "--config-name", "moonlight_16die"]
 PRINTED = {
     "check * --write --line * *": "check update.recipe_by_default --write --line pypi",
     "doctor CONFIG --this-node": "doctor deepseekv3_tiny_cpu --this-node",
-    "explain * --switches * --upstream DIR": "explain update.recipe_by_default --switches line=pypi,platform=cpu "
-    """--upstream "$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" """,
     "plan CONFIG": "plan deepseekv3_16die",
     "status": "status",
     "status *": "status smoke",

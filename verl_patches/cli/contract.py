@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -15,14 +13,13 @@ from verl_patches.cli.output import Json, exit_with_report, print_json, print_ta
 from verl_patches.cli.patches import SwitchesOption, build_engine
 from verl_patches.cli.run import Upstream
 from verl_patches.errors import ConfigError
-from verl_patches.patching import fingerprint as fp
 from verl_patches.patching.boot.install_prelude import LINE_NUMBER_NOTE
 from verl_patches.patching.contract import PACKAGES, check_rows, record_rows
 from verl_patches.patching.engine import find_row
 from verl_patches.patching.report import Finding, Report
-from verl_patches.patching.spec import PatchSpec, split_place
+from verl_patches.patching.spec import PatchSpec
 from verl_patches.patching.switches import switches_from_environment
-from verl_patches.upstream.checkouts import FETCH_HINT, GIT_LINE, Trees, find_trees, git
+from verl_patches.upstream.checkouts import FETCH_HINT, GIT_LINE, Trees, find_trees
 from verl_patches.upstream.modified import package_roots, source_findings
 from verl_patches.upstream.pins import load_pins
 from verl_patches.upstream.versions import compare_pins
@@ -31,7 +28,6 @@ LineOption = Annotated[str | None, typer.Option("--line", help="Set of pins: pyp
 SOURCES_HELP = "Folder with the upstream clones side by side (line pypi: with the packages, as a site-packages folder)."
 WRITE_HELP = "First record the bodies of the rows' targets as reviewed."
 NO_SOURCE_HELP = "With --write: accept targets without Python text (compiled or inherited)."
-PINNED_HELP = "Folder with the clones (line pypi: the pinned packages): print the diff of the target against its pin."
 ONLY_HELP = "With --upstream: check only this repository and the rows that target it; can be repeated."
 
 
@@ -74,17 +70,10 @@ def check_command(
     exit_with_report(Report("check", name, tuple(findings)), as_json, fine=False)
 
 
-def explain_command(
-    row_id: str,
-    switches: SwitchesOption = None,
-    upstream: Annotated[Path | None, typer.Option(help=PINNED_HELP)] = None,
-    as_json: Json = False,
-) -> None:
+def explain_command(row_id: str, switches: SwitchesOption = None, as_json: Json = False) -> None:
     """Show one row of the catalogue: its target, provider, reason, exit condition and state."""
     engine = build_engine(switches)
-    facts, spec, line = engine.explain(row_id), engine.specs[row_id], engine.switches.line
-    if upstream is not None and not spec.is_module_stub:
-        facts["fingerprint"], facts["diff"] = pinned_diff(spec.target, line, upstream)
+    facts, spec = engine.explain(row_id), engine.specs[row_id]
     drifted = not spec.is_module_stub and facts["reviewed"] != facts["fingerprint"]
     facts["state"] = "off"
     if facts["wanted"]:  # nothing is applied here
@@ -92,15 +81,10 @@ def explain_command(
     if as_json:
         print_json(facts)
         return
-    diff = facts.pop("diff", ())
     rows = []
     for key, value in facts.items():
         rows.append((key, ", ".join(value) if isinstance(value, (list, tuple)) else str(value)))
     print_table(row_id, ("fact", "value"), rows)
-    for text in diff:
-        print_text(text, whole=True)
-    if upstream is not None and not diff:
-        print_text(f"{spec.target}: no difference from the pinned body")
     print_text(LINE_NUMBER_NOTE)
 
 
@@ -122,32 +106,6 @@ def _chosen_rows(row_ids: Sequence[str], line: str) -> list[PatchSpec]:
                 f"row {name} is for line {', '.join(sorted(lines))}, not for {line}; give the line with --line"
             )
     return [spec for name, spec in by_id.items() if (name in row_ids if row_ids else line in spec.lines)]
-
-
-def pinned_diff(target: str, line: str, upstream: Path) -> tuple[str, list[str]]:
-    """Return the fingerprint of a target's body here, and how the body differs from the pinned one.
-
-    With clones the files on disk are compared with those of the pinned commit; on line pypi the installed package is
-    compared with `upstream`. A target of a package that is in neither is compared with itself.
-    """
-    package = split_place(target)[0].split(".")[0]
-    pins = load_pins().line(line).repositories.values()
-    commit = next((pin.commit for pin in pins if package in pin.packages), None)
-    package_root = _package_roots(upstream, line, part=True).get(package)
-    here = package_root if commit else None
-    with tempfile.TemporaryDirectory() as folder:
-        pinned = package_root
-        if commit and package_root:
-            pinned = Path(folder)
-            for module in fp.file_hashes(target, package_root):
-                file = fp.source_file(module, package_root)
-                assert file is not None  # file_hashes has read it
-                path = file.relative_to(package_root)
-                (pinned / path).parent.mkdir(parents=True, exist_ok=True)
-                (pinned / path).write_text(git(package_root, "show", f"{commit}:{path.as_posix()}"), encoding="utf-8")
-        before, after = (fp.source_lines(target, root) for root in (pinned, here))
-        diff = list(difflib.unified_diff(before, after, f"{target} as pinned", f"{target} here", lineterm=""))
-    return fp.fingerprint(target, here), diff
 
 
 def _package_roots(folder: Path, line: str, part: bool = False) -> dict[str, Path]:

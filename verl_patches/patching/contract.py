@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from verl_patches.errors import ConfigError, our_command
+from verl_patches.errors import ConfigError
 from verl_patches.patching import fingerprint as fp
 from verl_patches.patching.bindings import Import, SourceFile, find_bindings, read_tree
 from verl_patches.patching.report import Finding
@@ -154,9 +154,7 @@ def _compare_body(
     review = fp.review_command(spec.id, line, upstream)
     if reviewed is None:
         return Part(False, f"its fingerprint {found} was never reviewed", f"review it, then `{review}`")
-    switches = f"line={line},platform={min(spec.platforms)}"
-    explain = our_command("explain", spec.id, "--switches", switches, "--upstream", "DIR")
-    todo = f"review the change (`{explain}` prints it), then `{review}`"
+    todo = f"review the change (git diff in its clone, or the pinned package's files), then `{review}`"
     return Part(False, f"the hash of its body is {found}, not the reviewed one", todo)
 
 

@@ -35,13 +35,6 @@ class Definition:
     module: str
     classes: tuple[ast.stmt, ...] = ()
 
-    def source_lines(self) -> list[str]:
-        """Return the lines of its classes' headers and its own, as they stand in the file."""
-        text = self.file.read_text(encoding="utf-8", errors="replace").split("\n")  # a form feed ends no line here
-        headers = [(each, _first_line(each.body[0])) for each in self.classes if isinstance(each, ast.ClassDef)]
-        ranges = [*headers, (self.node, (self.node.end_lineno or self.node.lineno) + 1)]
-        return [line for node, end in ranges for line in text[_first_line(node) - 1 : end - 1]]
-
 
 def fingerprint(place: str, root: Path | None = None) -> str:
     """Return 16 hex digits for "module:qualname", or NO_SOURCE if its package's Python text does not define that name.
@@ -55,11 +48,6 @@ def body_hash(found: Collection[Definition]) -> str:
     """Return 16 hex digits over all definitions of one name; NO_SOURCE without any."""
     texts = [[_tree_text(d.node), *(_tree_text(each, leave_out=("body",)) for each in d.classes)] for d in found]
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16] if texts else NO_SOURCE
-
-
-def source_lines(place: str, root: Path | None = None) -> list[str]:
-    """Return the lines of all definitions of "module:qualname"."""
-    return [line for definition in definitions(place, root) for line in definition.source_lines()]
 
 
 def current_hash(line: str, target: str) -> str:
@@ -248,11 +236,6 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 DEFINITIONS = (*FUNCTIONS, ast.ClassDef)
 BLOCKS = (ast.stmt, ast.ExceptHandler, ast.match_case)  # nodes whose bodies may have statements such as definitions
 _IGNORED_FIELDS = ("ctx", "kind", "type_comment", "type_ignores")
-
-
-def _first_line(node: ast.stmt) -> int:
-    """Return the first line of a statement, its decorators included."""
-    return min([node.lineno, *(mark.lineno for mark in getattr(node, "decorator_list", ()))])
 
 
 def _tree_text(value: object, leave_out: Collection[str] = ()) -> str:

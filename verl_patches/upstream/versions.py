@@ -65,9 +65,6 @@ def compare_pins(line: str | None = None, machine: Machine | None = None, trees:
     findings += [_ascend_finding(key, version, machine) for key, version in pinned.system.items()]
     findings += sources
     findings += [Finding("not supported", "note", "", "", limit) for limit in pinned.limits]
-    for entry in pins.unsupported_on(name):
-        neutral = " or ".join("unset" if value is None else str(value) for value in entry.neutral)
-        findings.append(Finding(entry.key, "note", "config", neutral, "", f"{entry.why}; {entry.instead}"))
     return Report("versions", name, tuple(findings))
 
 
