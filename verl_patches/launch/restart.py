@@ -14,7 +14,7 @@ from typing import Any
 
 from verl_patches.errors import ConfigError
 from verl_patches.launch.ray_cluster import list_nodes, nodes_with_devices
-from verl_patches.launch.supervise.watcher import COLLECTIVE_FAULT, RECORD_FILE, fault_kind
+from verl_patches.launch.supervise.watcher import RECORD_FILE, is_collective_error, is_device_error
 from verl_patches.run.files import total_steps
 from verl_patches.run.record.record import read_object
 from verl_patches.run.resolve import changed_run
@@ -35,7 +35,8 @@ _RETRYABLE_REASON = re.compile(  # reasons after which another start may go well
 
 def is_retryable(reason: str) -> bool:
     """Return whether another try may succeed: processes, nodes and connections fail by chance, settings do not."""
-    return bool(_RETRYABLE_REASON.search(reason) or fault_kind(reason)) and not _FINAL_REASON.search(reason)
+    by_chance = _RETRYABLE_REASON.search(reason) or is_device_error(reason) or is_collective_error(reason)
+    return bool(by_chance) and not _FINAL_REASON.search(reason)
 
 
 def last_step_is_saved(run: RunSpec, folder: Path) -> bool:
@@ -75,28 +76,13 @@ class Restarts:
 
     def record_failure(self, code: int, reason: str, folder: Path) -> str:
         """Record the start in `folder`, which failed, and return the message for the next one."""
-        culprits, raised = self._culprits(folder)
-        left_out = self._leave_out_nodes(self._faulty_culprits(culprits, raised))
+        culprits = []  # those that the watch recorded
+        with suppress(ConfigError):
+            culprits = read_object(folder / RECORD_FILE).get("culprits", [])
+        left_out = self._leave_out_nodes(culprits)
         record = {"start": folder.name, "reason": reason, "exit_code": code, "culprits": culprits}
         self.records.append({**record, "left_out": left_out})
         return f"restart {len(self.records)} of {self._max_restarts}, from the newest checkpoint{left_out}: {reason}"
-
-    def _culprits(self, folder: Path) -> tuple[list[dict[str, Any]], str | None]:
-        """Return the failed start's culprits, and the kind of error that they raised, where the watch recorded them."""
-        if self.base_run.recipe.watch.action == "report":
-            return [], None  # the record may be of an earlier stall, which the run survived
-        try:
-            record = read_object(folder / RECORD_FILE)
-            return list(record["culprits"]), record.get("raised")
-        except (ConfigError, KeyError, TypeError):
-            return [], None
-
-    def _faulty_culprits(self, culprits: Sequence[dict[str, Any]], raised: str | None) -> Sequence[dict[str, Any]]:
-        """Return the culprits on faulty nodes; of a failed collective those whose node the start before named too."""
-        if raised != COLLECTIVE_FAULT:
-            return culprits
-        before = {culprit.get("node") for culprit in self.records[-1]["culprits"]} if self.records else set()
-        return [culprit for culprit in culprits if culprit.get("node") in before]
 
     def _leave_out_nodes(self, culprits: Sequence[dict[str, Any]]) -> str:
         """Leave the culprits' nodes out of the next start where enough others exist; return what the message adds."""

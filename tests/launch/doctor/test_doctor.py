@@ -65,7 +65,7 @@ def test_this_machine_is_fine_and_says_what_it_cannot_check():
     states = {row["name"].partition(":")[0]: row["state"] for row in found["rows"]}
     assert list(states) == [row.name for row in doctor.NODE_ROWS]
     without = {name for name, state in states.items() if state == "not run"}
-    assert without == {"npu health", "npu memory", "npu firmware", "npu links"}
+    assert without == {"npu health", "npu memory", "npu links"}
 
 
 def test_nodes_that_are_fine_pass_and_equal_findings_are_one_row(smoke, production):

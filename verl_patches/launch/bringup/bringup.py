@@ -415,7 +415,7 @@ def group_rows(answers: dict[str, Any], slow: float, least_s: float) -> list[dic
 
 
 def page_lines(report: dict[str, Any]) -> list[str]:
-    """Return the lines of the report as one page of Markdown; of groups the slowest of each kind, and those not ok."""
+    """Return the lines of the report as one page of Markdown; REPORT has all figures."""
     lines = [f"# Bring-up: {' '.join(report['words'])}", "", "| rung | state | minutes | found |", "|---|---|---|---|"]
     for row in report["rows"]:
         minutes = f"{report['rungs'][row['name']]['seconds'] / 60:.1f}"
@@ -428,18 +428,7 @@ def page_lines(report: dict[str, Any]) -> list[str]:
             phases = ", ".join(f"{phase} {_cell(s)}" for phase, s in found.get("seconds", {}).items())
             notes += [f"level {level}, seconds of the last step: {phases}"] if phases else []
         lines += ["", f"## {row['name']}", "", *(f"- {_cell(note)}" for note in notes)]
-        slowest = {each["group"]: each for each in sorted(figures.get("rows", ()), key=_seconds) if "group" in each}
-        shown = [each for each in figures.get("rows", ()) if each.get("verdict") != "ok" or each in slowest.values()]
-        for cells in (shown, figures.get("mc2")):
-            if cells:
-                columns = [name for name in cells[0] if name != "shape"]
-                lines += ["", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-                lines += [f"| {' | '.join(_cell(cell[name]) for name in columns)} |" for cell in cells]
     return lines
-
-
-def _seconds(row: dict[str, Any]) -> float:
-    return row["seconds"] or 0.0
 
 
 def _cell(value: Any) -> str:

@@ -231,20 +231,12 @@ def disk_rates(folder: Path, size_bytes: int) -> tuple[float, float]:
         return size_bytes / (written - start), size_bytes / (time.perf_counter() - written)
 
 
-_MEMORY_FILES = (  # (file of the limit, of the use, of statistics, their entry for page cache) of cgroups v2 and v1
-    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
-)
-
-
 def available_bytes(cgroup: Path) -> int:
-    """Return the bytes of memory that this node has left, within the limit of its container where there is one."""
+    """Return the bytes of memory that this node has left, or the limit of its container where that is less."""
     available = psutil.virtual_memory().available
-    for limit, used, parts, cache in _MEMORY_FILES:
-        if (cgroup / limit).is_file() and (most := (cgroup / limit).read_text().strip()) != "max":
-            sizes = dict(line.split() for line in (cgroup / parts).read_text().splitlines())
-            left = int(most) - int((cgroup / used).read_text()) + int(sizes[cache])  # cache is given back when needed
-            return min(available, left)
+    for file in (cgroup / "memory.max", cgroup / "memory" / "memory.limit_in_bytes"):  # control groups v2 and v1
+        if file.is_file() and (text := file.read_text().strip()) != "max":
+            available = min(available, int(text))
     return available
 
 
