@@ -77,7 +77,12 @@ def test_rows_of_a_clone_that_is_missing_are_listed_as_not_checked(run, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("words", "message"), [(("--upstream", "{tmp}"), "found no verl"), (("--only", "verl"), "needs --upstream")]
+    ("words", "message"),
+    [
+        (("--upstream", "{tmp}", "--line", "a3"), "expected verl, "),
+        (("--upstream", "{tmp}"), "the line has no repositories"),
+        (("--only", "verl"), "needs --upstream"),
+    ],
 )
 def test_wrong_use_is_refused(run, tmp_path, words, message):
     line = () if "--line" in words else ("--line", "pypi")

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from tests.launch.drivers import FOLDER, run_named_t
-from tests.runs import composed
 from tests.weights.cases import make_start
 from verl_patches.launch import restart
 from verl_patches.launch.restart import Restarts, is_retryable
@@ -113,22 +112,6 @@ def test_a_run_that_fails_after_it_saved_its_last_step_is_not_started_again(run,
     assert len(list_starts(tmp_path / "t")) == tries
 
 
-@pytest.mark.parametrize(("now", "is_saved"), [({"steps": 3}, True), ({"steps": 6}, False), ({}, False), (None, False)])
-def test_the_last_step_is_the_runs_own_where_a_class_of_the_users_makes_samples_of_rows(tmp_path, now, is_saved):
-    """Check the controls too: more steps than rows give, a record without them, a run that ended before its first call.
-
-    A record that a loss of power emptied counts as missing.
-    """
-    given = ["data.custom_cls.path=/mine.py", "data.custom_cls.name=Own", "trainer.total_training_steps=null"]
-    run, folder = composed("deepseekv3_tiny_cpu", given), make_start(tmp_path / "r", (3,))
-    if now is not None:
-        doing = {"step": 3, "call": "save", "phase": "saving", "since": 1.0, "step_since": 1.0}
-        (folder / "now.json").write_text(json.dumps({**doing, **now}))
-    assert restart.last_step_is_saved(run, folder) is is_saved
-    (folder / "now.json").write_text("")
-    assert restart.last_step_is_saved(run.with_verl({"trainer.total_training_steps": 3}), folder)
-
-
 @pytest.fixture
 def joined(tmp_path, monkeypatch):
     """Return joined(nodes) -> (Restarts of a run on 2 nodes that joined a Ray of these, its start); b is at fault."""
@@ -153,12 +136,10 @@ def joined(tmp_path, monkeypatch):
 ])  # fmt: skip
 def test_the_faulty_node_is_left_out_where_a_spare_one_is_there(joined, nodes, options, left_out, words):
     restarts, folder = joined(*nodes, **options)
-    assert restarts.allows_restart(1, "StallError: a", folder) and not restarts.allows_restart(
-        1, "ValueError: a", folder
-    )
+    assert restarts.allows_restart(1, "StallError: a") and not restarts.allows_restart(1, "ValueError: a")
     assert words in restarts.record_failure(1, "StallError: rank 2 is stopped", folder)
     assert restarts.run().recipe.restart.exclude_nodes == left_out
-    assert not restarts.allows_restart(1, "StallError: again", folder)
+    assert not restarts.allows_restart(1, "StallError: again")
 
 
 @pytest.mark.parametrize(("text", "kind"), [

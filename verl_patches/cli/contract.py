@@ -25,7 +25,7 @@ from verl_patches.upstream.pins import load_pins
 from verl_patches.upstream.versions import compare_pins
 
 LineOption = Annotated[str | None, typer.Option("--line", help="Set of pins: pypi or a3; default: of VERL_PATCHES.")]
-SOURCES_HELP = "Folder with the upstream clones side by side (line pypi: with the packages, as a site-packages folder)."
+SOURCES_HELP = f"Folder with the clones of line {GIT_LINE} side by side."
 WRITE_HELP = "First record the bodies of the rows' targets as reviewed."
 NO_SOURCE_HELP = "With --write: accept targets without Python text (compiled or inherited)."
 ONLY_HELP = "With --upstream: check only this repository and the rows that target it; can be repeated."
@@ -47,15 +47,23 @@ def check_command(
     if only and upstream is None:
         raise ConfigError("check: --only needs --upstream DIR")
     name = line or switches_from_environment().line
-    pins, packages, rows = load_pins().line(name), PACKAGES[name], _chosen_rows(row_ids or (), name)
+    pins, rows = load_pins().line(name), _chosen_rows(row_ids or (), name)
+    if upstream is None:
+        packages, roots = [*PACKAGES[name]], package_roots(name, Trees())
+    else:
+        places = {
+            package: upstream / key
+            for key, pin in pins.choose_repositories(only or ()).items()
+            for package in pin.packages
+        }
+        packages, roots = [*places], {package: place for package, place in places.items() if (place / package).is_dir()}
     if only:
-        packages = tuple(package for pin in pins.choose_repositories(only).values() for package in pin.packages)
         rows = [row for row in rows if row.target_module.split(".")[0] in packages]
-    found = package_roots(name, Trees()) if upstream is None else _package_roots(upstream, name, part=True)
-    roots = {package: root for package, root in found.items() if package in packages}
     missing = [package for package in packages if package not in roots]
-    if upstream is None and missing:
-        raise ConfigError(f"line {name}: not installed in this Python: {', '.join(missing)}; give --upstream DIR")
+    if missing and (upstream is None or not roots):
+        raise ConfigError(
+            f"line {name}: expected {', '.join(missing)} in {upstream or 'this Python'}, found none; {FETCH_HINT}"
+        )
     if write:
         targets = [row for row in rows if not row.is_module_stub]
         for target in record_rows(targets, name, roots, no_source, whole=not (row_ids or only)):
@@ -106,22 +114,3 @@ def _chosen_rows(row_ids: Sequence[str], line: str) -> list[PatchSpec]:
                 f"row {name} is for line {', '.join(sorted(lines))}, not for {line}; give the line with --line"
             )
     return [spec for name, spec in by_id.items() if (name in row_ids if row_ids else line in spec.lines)]
-
-
-def _package_roots(folder: Path, line: str, part: bool = False) -> dict[str, Path]:
-    """Return {top-level package: the folder that holds it}; `folder` is that of --upstream, or of a line's packages.
-
-    Raise ConfigError for packages that are missing; with `part` only where all are.
-    """
-    if not folder.is_dir():
-        raise ConfigError(f"--upstream {folder} is not a folder")
-    repositories = load_pins().line(line).repositories
-    places = {package: folder / name for name, pin in repositories.items() for package in pin.packages}
-    places = places or dict.fromkeys(PACKAGES[line], folder)
-    roots = {package: root for package, root in places.items() if (root / package).is_dir()}
-    missing = [str((root / package).relative_to(folder)) for package, root in places.items() if package not in roots]
-    if missing and not (part and roots):
-        wanted = f"clones of {', '.join(repositories)}" if repositories else f"the packages {', '.join(places)}"
-        todo = f"; {FETCH_HINT}" if repositories else ""
-        raise ConfigError(f"--upstream {folder}: expected {wanted}, found no {', '.join(missing)}{todo}")
-    return roots

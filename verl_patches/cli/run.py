@@ -30,7 +30,6 @@ from verl_patches.cli.output import (
 from verl_patches.errors import INTERRUPTION_PREFIX, Check, ConfigError, RecipeError, our_command, require_checks
 from verl_patches.launch import launcher, ray_cluster, smoke
 from verl_patches.launch.bringup.bringup import MEASURED
-from verl_patches.launch.restart import last_step_is_saved
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import PATCHES_VAR, parse_switches, switched_off_text
 from verl_patches.plan.memory_plan import with_planned_keys
@@ -487,8 +486,6 @@ def _resume_advice(run: RunSpec, record: Path) -> list[str]:
         if run.verl.trainer.resume_mode == "resume_path" and not read_object(record / SUMMARY_FILE).get("checkpoints"):
             return [f"no checkpoint was saved: the same command resumes from {run.verl.trainer.resume_from_path} again"]
         checkpoint = checkpoint_chain(require_start(record)).newest()
-        if last_step_is_saved(run, record):
-            return [f"newest complete checkpoint: {checkpoint}, of the last step: all steps are done and saved"]
     except (ConfigError, OSError) as error:  # a ConfigError says what to go on from instead
         return [str(error)]
     if checkpoint is None:

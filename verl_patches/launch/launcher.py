@@ -105,7 +105,7 @@ def _run_start(
         Progress(folder).say(line)
     progress, again = _LineReader(folder / "progress.log", on_line), None
     code, reason = _run_driver(run, watch, progress, run_began)
-    if reason is not None and restarts.allows_restart(code, reason, folder):
+    if reason is not None and restarts.allows_restart(code, reason):
         try:
             again = next_start(restarts.base_run)
             Progress(folder).say(f"| {restarts.record_failure(code, reason, folder)}")

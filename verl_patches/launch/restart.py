@@ -15,12 +15,9 @@ from typing import Any
 from verl_patches.errors import ConfigError
 from verl_patches.launch.ray_cluster import list_nodes, nodes_with_devices
 from verl_patches.launch.supervise.watcher import RECORD_FILE, is_collective_error, is_device_error
-from verl_patches.run.files import total_steps
 from verl_patches.run.record.record import read_object
 from verl_patches.run.resolve import changed_run
 from verl_patches.spec import RunSpec
-from verl_patches.trainer.record import NOW_FILE
-from verl_patches.weights.run_folders import checkpoint_chain, require_start
 
 _FINAL_REASON = re.compile(  # reasons after which another start would fail in the same way, or is not wanted
     r"^interrupted by|^still running after"
@@ -39,22 +36,6 @@ def is_retryable(reason: str) -> bool:
     return bool(by_chance) and not _FINAL_REASON.search(reason)
 
 
-def last_step_is_saved(run: RunSpec, folder: Path) -> bool:
-    """Return whether the run has a checkpoint of its last step, so that another start has nothing to do.
-
-    folder: that of its newest start.
-    """
-    doing = {}
-    with suppress(ConfigError):  # a damaged checkpoint
-        doing = read_object(folder / NOW_FILE)
-    total = doing.get("steps") or total_steps(run)
-    try:
-        saved = checkpoint_chain(require_start(folder)).checkpoints()
-    except OSError:  # a failing disk; the search for the next start's checkpoint reports it
-        return False
-    return total is not None and max(saved, default=0) >= total
-
-
 class Restarts:
     """Decide and record the restarts of one run, `base_run`."""
 
@@ -68,11 +49,9 @@ class Restarts:
         """Return the run of the next start: the given one, without faulty nodes."""
         return changed_run(self.base_run, {"recipe.restart.exclude_nodes": list(self._left_out_nodes)})
 
-    def allows_restart(self, code: int, reason: str | None, folder: Path) -> bool:
-        """Return whether there is another start after the one in `folder`, which ended with `code` for `reason`."""
-        if not code or reason is None or len(self.records) >= self._max_restarts or not is_retryable(reason):
-            return False
-        return not last_step_is_saved(self.base_run, folder)
+    def allows_restart(self, code: int, reason: str | None) -> bool:
+        """Return whether there is another start after one that ended with `code` for `reason`."""
+        return bool(code and reason) and len(self.records) < self._max_restarts and is_retryable(reason or "")
 
     def record_failure(self, code: int, reason: str, folder: Path) -> str:
         """Record the start in `folder`, which failed, and return the message for the next one."""

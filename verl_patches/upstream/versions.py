@@ -133,18 +133,8 @@ def _ascend_version(name: str, machine: Machine) -> tuple[str | None, str]:
 def _source_findings(name: str, pinned: Line, roots: Mapping[str, Path]) -> Iterator[Finding]:
     """Yield a finding for each upstream package of the line: the comparison with its pin, or how to get it."""
     yield from source_findings(pinned, roots)
-    repository_names = {
-        package: key for key, repository in pinned.repositories.items() for package in repository.packages
-    }
+    named = {package: key for key, repository in pinned.repositories.items() for package in repository.packages}
     for package in PACKAGES[name]:
-        if package in roots:
-            continue
-        key = repository_names.get(package)
-        wanted, todo = "an installed package", SETUP_HINT
-        if key is not None:
-            wanted, todo = f"commit {pinned.repositories[key].commit[:12]}", f"{FETCH_HINT}; then "
-            if pinned.repositories[key].by_pip:
-                todo += f"install it: python -m pip install --no-build-isolation --editable DIR/{key}"
-            else:
-                todo += "give --upstream DIR, or put it on PYTHONPATH"
-        yield Finding(key or package, "problem", package, wanted, "not importable", todo)
+        if package not in roots:
+            todo = f"{FETCH_HINT}; then install it, or give --upstream DIR" if package in named else SETUP_HINT
+            yield Finding(named.get(package, package), "problem", package, "a package", "not importable", todo)

@@ -2,14 +2,8 @@
 
 import json
 import re
-import signal
-import socket
-import subprocess
-from types import SimpleNamespace
 
 import pytest
-
-from verl_patches.launch.supervise.watcher import _raylet_end_text
 
 pytestmark = pytest.mark.slow
 DRILLS = "from tests.launch.supervise.ray_job import main; main()"
@@ -35,24 +29,3 @@ def test_a_stopped_rank_and_a_lost_node_of_a_real_ray_are_named_and_nothing_is_l
     for text in (found["lost"], found["explained"]):
         assert re.match(r"node [\d.]+ with rank 1 is lost: Ray's head has lost it", text), text
     assert len(found["folders"]) == 3 and found["folders_left"] == [found["third"]]
-
-
-def test_how_the_raylet_of_this_node_has_ended(tmp_path, monkeypatch):
-    """Detect a raylet that this process started by its exit, and one of a joined Ray by its socket."""
-    import ray
-
-    dead, path = [], "raylet"  # a socket's path may have 107 bytes
-    monkeypatch.chdir(tmp_path)
-    here = SimpleNamespace(dead_processes=lambda: dead, raylet_socket_name=path)
-    monkeypatch.setattr(ray._private.worker.global_worker, "node", here)
-    with socket.socket(socket.AF_UNIX) as raylet:
-        raylet.bind(path)
-        raylet.listen()
-        assert _raylet_end_text() is None
-    assert _raylet_end_text() == "its raylet has ended"
-    for end, text in ((signal.SIGKILL, "was killed by SIGKILL"), (0, "exited with 0")):
-        process = subprocess.Popen(["sleep", "60" if end else "0"])
-        process.send_signal(end)
-        process.wait()
-        dead[:] = [("gcs_server", process), ("raylet", process)]
-        assert _raylet_end_text() == f"its raylet (pid {process.pid}) {text}"

@@ -92,7 +92,6 @@ def job_values(job: Job, source: str) -> str:
         "variables": [f"{name}={value}" for name, value in job.env.items()],
         "dropped": sorted({*DROPPED_VARIABLES} - {PATCHES_VAR}),
         "gcs": job.ports.gcs,
-        "first_port": job.ports.first,
         "head_ports": _service_ports(job, is_head=True),
         "node_ports": _service_ports(job, is_head=False),
         "head_options": _ray_options(job, is_head=True),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -156,22 +155,19 @@ class Watcher:
             other.lost = name not in alive
 
     def _refuse_lost_nodes(self, error: BaseException | None = None) -> None:
-        for address, node_ranks, how in self._lost_nodes(own=error is not None):
+        for address, node_ranks, how in self._lost_nodes():
             ranks = ", ".join(seen.beat.name for seen in node_ranks)
             place = next((seen.beat.place for seen in node_ranks if seen.beat.place), "no call")
             text = f"node {address} with {ranks} is lost: {how}; its ranks were last seen in {place}"
             self._record(node_ranks, text, [])
             raise LostNodeError(text) from error
 
-    def _lost_nodes(self, own: bool) -> Iterator[tuple[str, list[SeenProcess], str]]:
-        """Yield (address, processes, reason) of each lost node with ranks; of the driver's `own` node too, if asked."""
+    def _lost_nodes(self) -> Iterator[tuple[str, list[SeenProcess], str]]:
+        """Yield (address, processes, reason) of each lost node with ranks."""
         for other in self._remote_nodes.values():
             if other.seen and other.is_lost:
                 how = "Ray's head has lost it" if other.lost else f"no answer for {other.unanswered_s():.0f} s"
                 yield other.address, other.seen, how
-        here = [seen for seen in self._own_processes() if seen.beat.rank is not None]
-        if own and here and (ended := _raylet_end_text()):
-            yield self._address, here, ended
 
     def _report_stall(self, stall: Stall) -> None:
         files = self._write_stacks([*stall.culprits, *stall.waiting])
@@ -211,24 +207,6 @@ def _write_file(file: Path, text: str) -> bool:
         log.warning("watch: %s cannot be written: %s", file, error.strerror)
         return False
     return True
-
-
-def _raylet_end_text() -> str | None:
-    """Return how this node's raylet has ended, which ends all of Ray's processes here; None while it answers."""
-    import ray
-
-    here = ray._private.worker.global_worker.node
-    for kind, process in here.dead_processes():  # among the processes that this one has started
-        if kind == "raylet":
-            code = process.returncode
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-            return f"its raylet (pid {process.pid}) {how}"
-    with socket.socket(socket.AF_UNIX) as connection:
-        try:
-            connection.connect(here.raylet_socket_name)
-        except OSError:
-            return "its raylet has ended"
-    return None
 
 
 def is_collective_error(text: str) -> bool:
