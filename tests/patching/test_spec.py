@@ -15,14 +15,9 @@ B, C = row("a.b"), row("a.c")
 FAULTY = (
     # a row by itself
     ([B, B], "is used 2 times"),
-    ([row("A b")], "id: expected"),
     ([row("a.b", kind="steal")], "'steal'"),
     ([row("a.b", target="a b:c")], "'a b:c'"),
     ([row("a.b", target="a.b")], "expected stub for a target"),
-    ([row("a.b", platforms=frozenset({"tpu"}))], "platforms is"),
-    ([replace(B, why="")], "why and exit"),
-    ([row("a.b", bindings=("up.user:f@a4",))], "'a4'"),
-    ([row("a.b", bindings=("up.user:f@a3",), lines=PYPI_ONLY)], "line 'a3'"),
     # needs
     ([replace(FEATURE, needs=())], "must list the subclass row"),
     ([row("a.b", needs=("x.y",))], "needs lists 'x.y'"),

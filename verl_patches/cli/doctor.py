@@ -56,15 +56,15 @@ def doctor_command(
     run = with_planned_keys(compose(name, overrides, platform_rows, find_trees(upstream)))
     node = Node(run, head=head)
     if this_node or (node.nodes == 1 and run.recipe.ray_address is None):
-        report, nodes = doctor.check_this_node(node)
+        report = doctor.check_this_node(node)
     elif run.recipe.ray_address is None:
         fault = f"recipe.ray_address is null and trainer.nnodes is {node.nodes}; expected a running Ray's address"
         raise ConfigError(f"{fault}: set recipe.ray_address=auto, or give --this-node")
     else:
         options = [] if upstream is None else ["--upstream", str(upstream.absolute())]
-        report, nodes = doctor.check_all_nodes(node, [name, *overrides, *options])
+        report = doctor.check_all_nodes(node, [name, *overrides, *options])
     if as_json:
-        print_json({**report.as_dict(), "nodes": nodes})
+        print_json(report.as_dict())
     else:
         print_report(report)
     raise typer.Exit(report.exit_code)

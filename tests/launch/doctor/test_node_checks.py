@@ -19,7 +19,6 @@ from verl_patches.launch.doctor.node_checks import Machine, Node, NodeCheck, Res
 from verl_patches.plan.memory_plan import node_host_bytes
 from verl_patches.run.resolve import changed_run
 from verl_patches.upstream.pins import load_pins
-from verl_patches.upstream.versions import installed_line
 
 PORT = {"-ip": recorded.IP, "-link": recorded.LINK, "-net_health": recorded.NET_HEALTH}
 INFINITE = resource.RLIM_INFINITY
@@ -141,18 +140,13 @@ def test_ports_without_addresses_are_a_note_while_hccs_is_healthy(make_node):
     assert findings(make_node(sick), "npu links")["npu links: die 0 (card 0, chip 0)"].state == "problem"
 
 
-def test_where_another_line_is_installed_one_line_says_so_and_its_packages_stay(make_node, tmp_path):
-    """Check this machine, which has line pypi; the control, one wrong package of each line, gets the whole list."""
+def test_each_wrong_package_and_the_driver_have_a_row(make_node, tmp_path):
     (tmp_path / "driver").mkdir()
     (tmp_path / "driver" / "version.info").write_text("Version=24.1.rc3\npackage_version=24.1.rc3\n")
-    (found,) = findings(make_node(), "versions").values()
-    assert (found.state, found.expected) == ("problem", "the packages of line a3")
-    assert found.found == "the packages of line pypi" and found.todo.startswith("keep the installed packages")
     mixed = {name: A3_VERSIONS.get(name) for name in load_pins().line("a3").packages} | {"torch": "2.4.0"}
     found = findings(make_node(distribution=mixed.get, ascend=tmp_path), "versions")
     assert found["versions: torch"].todo.startswith("install torch 2.5.1")
     assert (found["versions: driver"].found, found["versions: driver"].todo) == ("24.1.rc3", "install driver 25.2.0")
-    assert (installed_line(), installed_line(Machine(distribution=A3_VERSIONS.get))) == ("pypi", "a3")
 
 
 def test_limits_and_memory(make_node, tmp_path, monkeypatch):

@@ -194,9 +194,9 @@ class Bringup:
         saving = () if self.run.verl.trainer.nnodes > 1 else _SAVING  # as rung resume does
         node = Node(self.compose(saving))
         if node.nodes == 1 and self.run.recipe.ray_address is None:
-            report, _ = doctor.check_this_node(node)
+            report = doctor.check_this_node(node)
         else:
-            report, _ = doctor.check_all_nodes(node, [*self.words, *saving, *self.option])
+            report = doctor.check_all_nodes(node, [*self.words, *saving, *self.option])
         faults, rates = [], []
         for each in report.findings:
             place = f" [{each.where}]" if each.where else ""

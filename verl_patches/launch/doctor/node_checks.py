@@ -31,7 +31,7 @@ from verl_patches.processes import port_holder
 from verl_patches.run import hccl
 from verl_patches.run.files import DiskNeed, disk_detail, disk_fault, disk_needs
 from verl_patches.shared_files import disk_folder
-from verl_patches.spec import A3, RunSpec
+from verl_patches.spec import RunSpec
 from verl_patches.upstream import versions
 from verl_patches.upstream.pins import load_pins
 
@@ -174,20 +174,9 @@ class NodeCheck:
 
 
 def _versions(node: Node) -> Iterator[Result]:
-    line, trees = node.run.line, node.run.trees
-    findings = versions.compare_pins(line, node.machine, trees=trees).findings
-    other = versions.installed_line(node.machine)
-    if other not in (None, line):
-        if node.npu or not trees.folders:
-            todo = "run this in the image of configs/Dockerfile.a3" if line == A3 else f"run {our_command('setup.sh')}"
-            yield Result(
-                False,
-                f"the packages of line {other}",
-                f"the packages of line {line}",
-                f"keep the installed packages; {todo}",
-            )
-            return
-        own = load_pins().line(line).repositories  # on a CPU only the checkouts of --upstream are of this line
+    findings = versions.compare_pins(node.run.line, node.machine, trees=node.run.trees).findings
+    if node.run.trees.folders and not node.npu:  # on a CPU only the checkouts of --upstream are of this line
+        own = load_pins().line(node.run.line).repositories
         findings = tuple(one for one in findings if one.name in own)
     for one in findings:
         if one.state != "fine" and one.name != "not supported":
@@ -307,7 +296,7 @@ def _ports(node: Node) -> Iterator[Result]:
 
 
 HOST_ROWS = (
-    NodeCheck("versions", "as `versions` does: packages, commits, edited files, driver, firmware, CANN, variables",
+    NodeCheck("versions", "as `versions` does: packages, commits, edited files, driver, firmware, CANN",
         "configs/upstream.yaml", our_command("versions", "--line", "LINE"), _versions),
     NodeCheck("disk", "free space, and the write and read rate of a temporary file in each folder",
         "space for the files that the run writes", "free space, or choose another folder: recipe.output_root, "
