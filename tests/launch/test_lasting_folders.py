@@ -55,11 +55,7 @@ def test_a_place_that_is_not_mounted_is_named_with_its_key_and_the_mounts(refusa
 
 
 @pytest.mark.parametrize(
-    ("key", "inside", "mount", "path"),
-    [
-        ("trainer.default_local_dir", "/home/me/ckpt", "/data/ckpt", "/home/me/ckpt"),
-        ("recipe.output_root", "results", "outputs/more", "results"),
-    ],
+    ("key", "inside", "mount", "path"), [("trainer.default_local_dir", "/home/me/ckpt", "/data/ckpt", "/home/me/ckpt")]
 )
 def test_an_override_counts_as_the_run_resolves_it(refusal, monkeypatch, key, inside, mount, path):
     monkeypatch.chdir(ROOT)

@@ -143,7 +143,7 @@ sys.exit(outcome.code)
 """
 
 
-SIGNALS = [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)]  # SIGHUP has a test of its own below
+SIGNALS = [(signal.SIGINT, 130), (signal.SIGKILL, -9)]  # SIGHUP and SIGTERM have tests of their own below
 
 
 @pytest.mark.parametrize(("number", "code"), SIGNALS)

@@ -136,19 +136,6 @@ def test_an_objective_on_fixed_data_has_rows_with_responses_alone(tmp_path):
     assert folders[0] != folders[1]
 
 
-def test_a_model_that_other_code_would_make_is_made_anew(monkeypatch, tmp_path):
-    sources = [tmp_path / "verl_patches" / name for name in ("model/tiny.py", "layout/inventory.py")]
-    for file in sources:
-        file.parent.mkdir(parents=True)
-        file.touch()
-    monkeypatch.setattr(smoke, "REPOSITORY", tmp_path)
-    found = [smoke.smoke_inputs(SmokeOptions(), tmp_path).model]
-    for file in sources:
-        file.write_text(file.name)
-        found.append(smoke.smoke_inputs(SmokeOptions(), tmp_path).model)
-    assert len({*found}) == 3
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("learn", [False, True])
 def test_model_and_data_are_made_once(tmp_path, learn):

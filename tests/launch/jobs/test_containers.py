@@ -169,17 +169,6 @@ def test_run_starts_the_words_that_it_is_given_else_the_jobs_command(words, job,
     assert done.stdout.splitlines() == (words or job["command"]), done.stderr
 
 
-def test_a_command_whose_exit_code_is_that_of_a_lost_connection_ends(job, scripts, call, program):
-    job = {key: value for key, value in job.items() if key not in ("image", "volumes")}
-    program(
-        "ssh",
-        f'cat > /dev/null; echo "{OUTPUT_MARKER}"; '
-        'case "$2" in *state*) echo 255;; *"follow 0 0") echo out; exit 255;; esac',
-    )
-    code, out, err = ended(call(scripts(job) / "follow.sh"))
-    assert (code, out) == (255, "out\n"), err
-
-
 def test_placeholders_and_an_ssh_that_is_not_installed_are_named_before_anything_is_called(job, scripts, call, program):
     code, _, err = ended(call(scripts({**job, "hosts": ["node-01.example"]}) / "up.sh"))
     assert code == 2 and "found the placeholder node-01.example" in err
