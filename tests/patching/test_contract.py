@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from tests.patching.world import forget_files
 from verl_patches.errors import ConfigError
 from verl_patches.patching import contract
 from verl_patches.patching import fingerprint as fp
@@ -97,6 +98,7 @@ def edit(tree, name, old, text):
     before = (tree / name).read_text()
     assert before.count(old) == 1
     (tree / name).write_text(before.replace(old, text))
+    forget_files()
 
 
 def test_an_unchanged_tree_is_fine_and_says_where_it_looked(tree):

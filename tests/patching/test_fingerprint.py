@@ -4,6 +4,7 @@ import textwrap
 
 import pytest
 
+from tests.patching.world import forget_files
 from verl_patches.patching import fingerprint as fp
 
 BODY = '''
@@ -25,8 +26,7 @@ if os:
 def printed(tmp_path):
     def print_fingerprint(text, place):
         (tmp_path / "mod.py").write_text(textwrap.dedent(text))
-        fp._parse_file.cache_clear()
-        fp._binding_paths.cache_clear()
+        forget_files()
         return fp.fingerprint(f"mod:{place}", tmp_path)
 
     return print_fingerprint
@@ -138,6 +138,7 @@ def test_a_file_of_the_reviewed_bytes_is_not_parsed_and_any_other_is(tmp_path, m
     assert fp.current_hash("pypi", target) == known
     assert fp.current_hash("a3", target) == fp.current_hash("pypi", "pack:g") == "parsed"  # nothing was recorded
     deep.write_text("def f(): return 2\n")
+    forget_files()
     assert fp.current_hash("pypi", target) == "parsed"
     deep.unlink()
     assert fp.current_hash("pypi", target) == "parsed"

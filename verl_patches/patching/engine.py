@@ -236,10 +236,8 @@ class Engine:
         """Return the present (state, reason) of a row."""
         name = row.spec.target_module
         now = sys.modules.get(name)
-        if row.spec.is_module_stub and row.state == "active" and (provided := hooks.import_source(name)) != "ours":
-            if provided:
-                return "off", f"the installed package {name} is used instead of our stub"
-            return "overridden", f"sys.modules has a module {name} that is neither our stub nor an installed package"
+        if row.spec.is_module_stub and row.state == "active" and not hooks.is_stub(name):
+            return "off", f"the installed package {name} is used instead of our stub"
         if not row.in_place:
             missed = row.state == "waiting" and now is not None and not hooks.is_half_built(now)
             return row.state, "its module was imported without our hook; call apply() again" if missed else row.reason
@@ -276,8 +274,7 @@ class Engine:
         for entry in self.status():
             spec, state = self.specs[entry["id"]], entry["state"]
             waits = state == "waiting" and f"{spec.target_module}.".startswith(tuple(f"{name}." for name in unused))
-            stubbed = spec.is_module_stub and state == "off" and hooks.import_source(spec.target) == "package"
-            not_needed = waits or stubbed
+            not_needed = waits or (spec.is_module_stub and state == "off")
             if spec.id in self.wanted and process in spec.processes and state not in allowed and not not_needed:
                 bad.append(f"{spec.id} is {state} at {spec.target} ({entry['reason']})")
                 states.add(state)

@@ -80,8 +80,8 @@ def definitions(
         return []
     if read is not None:
         read[module] = path
-    stat, found = path.stat(), []
-    for *classes, node in _binding_paths(str(path), (stat.st_mtime_ns, stat.st_size), qualname):
+    found = []
+    for *classes, node in _binding_paths(path, qualname):
         if not isinstance(node, ast.ImportFrom):
             found.append(Definition(node, path, module, tuple(classes)))
             continue
@@ -149,15 +149,10 @@ def source_file(module: str, root: Path | None = None) -> Path | None:
     return None
 
 
-def file_hash(path: Path) -> str:
-    """Return 16 hex digits over the bytes of a file, which is read again only if its time or size has changed."""
-    stat = path.stat()
-    return _cached_file_hash(str(path), (stat.st_mtime_ns, stat.st_size))
-
-
 @functools.lru_cache(maxsize=1024)
-def _cached_file_hash(path: str, _version: tuple[int, int]) -> str:
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+def file_hash(path: Path) -> str:
+    """Return 16 hex digits over the bytes of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def package_hash() -> str:
@@ -172,7 +167,7 @@ def reviewed_entries(line: str) -> dict[str, dict[str, Any]]:
 
     files: {module: hash of its file} of all modules that the fingerprint depends on.
     """
-    return _reviewed_table().get(line, {})
+    return _read_table(REVIEWED_FILE).get(line, {})
 
 
 def reviewed_hash(line: str, target: str) -> str | None:
@@ -185,7 +180,7 @@ def write_reviewed(line: str, found: Mapping[str, Mapping[str, Any]], whole: boo
 
     Entries of other lines stay, and unless `found` is the `whole` line, those of other targets too.
     """
-    table = dict(_reviewed_table())
+    table = dict(_read_table(REVIEWED_FILE))
     gone = [target for target in reviewed_entries(line) if whole and target not in found]
     table[line] = {**({} if whole else reviewed_entries(line)), **found}
     blocks = (
@@ -195,31 +190,25 @@ def write_reviewed(line: str, found: Mapping[str, Mapping[str, Any]], whole: boo
         for name, rows in sorted(table.items())
     )
     REVIEWED_FILE.write_text("{\n" + ",\n".join(blocks) + "\n}\n")
+    _read_table.cache_clear()
     return gone
 
 
-def _reviewed_table() -> dict[str, dict[str, dict[str, Any]]]:
-    if not REVIEWED_FILE.is_file():
-        return {}
-    stat = REVIEWED_FILE.stat()
-    return _read_table(str(REVIEWED_FILE), (stat.st_mtime_ns, stat.st_size))
-
-
 @functools.lru_cache(maxsize=1)
-def _read_table(path: str, _version: tuple[int, int]) -> dict[str, dict[str, dict[str, Any]]]:
-    return json.loads(Path(path).read_text())
+def _read_table(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 @functools.lru_cache(maxsize=2)  # enough, as rows of a file are mostly neighbours; more trees slow garbage collection
-def _parse_file(path: str, _version: tuple[int, int]) -> ast.Module:
-    return ast.parse(Path(path).read_bytes(), filename=path)
+def _parse_file(path: Path) -> ast.Module:
+    return ast.parse(path.read_bytes(), filename=str(path))
 
 
 @functools.lru_cache(maxsize=512)
-def _binding_paths(path: str, version: tuple[int, int], qualname: str) -> tuple[tuple[ast.stmt, ...], ...]:
+def _binding_paths(path: Path, qualname: str) -> tuple[tuple[ast.stmt, ...], ...]:
     """Return (its classes ..., statement) of each binding of a qualname; a from-import of its class is one too."""
     first, *rest = qualname.split(".")
-    paths: list[tuple[ast.stmt, ...]] = [(node,) for node in _statements_binding(_parse_file(path, version), first)]
+    paths: list[tuple[ast.stmt, ...]] = [(node,) for node in _statements_binding(_parse_file(path), first)]
     for step in rest:
         paths = [(*outer, node) for outer in paths for node in _statements_binding(outer[-1], step)]
     return tuple(paths)

@@ -61,16 +61,6 @@ class Unsupported(_Strict):
     planned: bool = False
 
 
-class GivenByVerl(_Strict):
-    """List the keywords that verl passes to vLLM's LLM, with the key that decides each, or its value.
-
-    at: the symbol that passes them, by line.
-    """
-
-    at: Mapping[LineName, str]
-    keywords: Mapping[str, str]
-
-
 class Container(_Strict):
     """Name the base image of the line's Dockerfile, and the Python in it, which is one of the line's."""
 
@@ -113,7 +103,6 @@ class Pins(_Strict):
     lines: Mapping[str, Line]
     environment: Mapping[str, Mapping[LineOrBoth, tuple[str, ...]]]
     added_keys: Mapping[LineOrBoth, tuple[str, ...]]
-    given_by_verl: GivenByVerl
     unsupported: tuple[Unsupported, ...]
 
     @field_validator("unsupported", mode="before")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -11,16 +11,11 @@ from verl_patches.errors import Check
 from verl_patches.spec import RunSpec
 from verl_patches.upstream.pins import Unsupported, load_pins
 
-_ENGINE_PREFIX = "actor_rollout_ref.rollout.engine_kwargs.vllm."
-
 
 def refused_keys(run: RunSpec) -> list[tuple[Unsupported, Any]]:
-    """Return (entry of the pin file, value) of every key of a run that its line does not support.
-
-    Keywords of vLLM's engine that the pin file does not list get an entry made here.
-    """
-    keys, entries = [], load_pins().unsupported_on(run.line)
-    for entry in (*entries, *_engine_entries(run.line, run.engine, {entry.key for entry in entries})):
+    """Return (entry of the pin file, value) of every key of a run that its line does not support."""
+    keys = []
+    for entry in load_pins().unsupported_on(run.line):
         value = OmegaConf.select(run.verl, entry.key)
         if value is not None and value not in entry.neutral:
             keys.append((entry, OmegaConf.to_container(value) if OmegaConf.is_config(value) else value))
@@ -33,19 +28,6 @@ def key_refusal(config: DictConfig, key: str) -> str | None:
         if f"{key}.".startswith(f"{entry.key}."):
             return refusal_text(entry, OmegaConf.select(config, entry.key), config.recipe.line)
     return None
-
-
-def _engine_entries(line: str, engine: Mapping[str, Any], listed: Collection[str]) -> Iterator[Unsupported]:
-    """Yield entries for keywords of vLLM's engine that verl itself passes."""
-    given = load_pins().given_by_verl
-    for keyword in engine:
-        key = f"{_ENGINE_PREFIX}{keyword}"
-        if key in listed or keyword not in given.keywords:
-            continue
-        decides = given.keywords[keyword]
-        why = f"verl already passes this keyword to vLLM ({given.at[line]}), and passing it twice is a TypeError"
-        instead = f"set {decides}" if "." in decides else f"leave it unset, verl always passes {decides}"
-        yield Unsupported(key=key, lines=(line,), neutral=(None,), why=why, instead=instead)
 
 
 def support_checks(run: RunSpec) -> Iterator[Check]:

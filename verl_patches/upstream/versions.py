@@ -50,15 +50,11 @@ def compare_pins(line: str | None = None, machine: Machine | None = None, trees:
     file.
     """
     machine, pins = machine or Machine(), load_pins()
-    given = machine.environ.get(PATCHES_VAR, "")
-    name, why = (
-        line or parse_switches(given).line,
-        PATCHES_VAR if "line=" in given else f"{PATCHES_VAR} names no line, so line a3 (production)",
-    )
+    name = line or parse_switches(machine.environ.get(PATCHES_VAR, "")).line
     pinned = pins.line(name)
     sources = [*_source_findings(name, pinned, package_roots(name, trees or Trees()))]
     compared = {finding.name for finding in sources}
-    findings = [Finding("line", "fine", "--line" if line else why, "", name), _python_finding(pinned, machine)]
+    findings = [_python_finding(pinned, machine)]
     findings += [
         _package_finding(key, version, machine) for key, version in pinned.packages.items() if key not in compared
     ]

@@ -26,7 +26,7 @@ from verl_patches.errors import config_error_text, our_command
 from verl_patches.patching.report import NOT_RUN, Finding
 from verl_patches.plan.memory_plan import node_host_bytes
 from verl_patches.plan.step_plan import disk_figures
-from verl_patches.platform.npu import INTERFACE_VARIABLES, interface_towards, refuse_loopback, require_interface
+from verl_patches.platform.npu import interface_towards, refuse_loopback, require_interface
 from verl_patches.processes import port_holder
 from verl_patches.run import hccl
 from verl_patches.run.files import DiskNeed, disk_detail, disk_fault, disk_needs
@@ -267,14 +267,7 @@ def _interface(node: Node) -> Iterator[Result]:
         yield Result(bool(up), found, state="note" if up else "")
         return
     name, why = node.interface
-    sources: dict[str, str] = {}  # {interface: the variable or the reason that names it}
-    for variable in INTERFACE_VARIABLES:
-        names = node.machine.environ.get(variable, "").lstrip("=").split(",")
-        sources |= dict.fromkeys(names, variable)
-    sources[name], fault = why, None
-    for interface, source in sources.items():
-        fault = fault or config_error_text(refuse_loopback, node.nodes, interface, source)
-    fault = fault or config_error_text(require_interface, name, why)
+    fault = config_error_text(refuse_loopback, node.nodes, name, why) or config_error_text(require_interface, name, why)
     if fault:
         yield Result(False, fault)
         return

@@ -59,13 +59,11 @@ def _memory(node: Node) -> Iterator[Result]:
     least = None
     expected = f"{need / 1e9:.1f} GB free (modelled peak)"
     for die in smi.dies:
-        if die.total_mb is None or die.used_mb is None:
-            yield Result(False, "npu-smi printed no memory figures", name=_die_name(die))
-            continue
-        free = (die.total_mb - die.used_mb) * MIB
+        total, used = die.total_mb or 0, die.used_mb or 0
+        free = (total - used) * MIB
         least = free if least is None else min(least, free)
         if free < need:
-            found = f"{free / 1e9:.1f} GB free of {die.total_mb * MIB / 1e9:.1f}"
+            found = f"{free / 1e9:.1f} GB free of {total * MIB / 1e9:.1f}"
             yield Result(False, found, expected, name=_die_name(die))
     if least is not None and least >= need:
         yield Result(True, f"at least {least / 1e9:.1f} GB free, no process", expected)

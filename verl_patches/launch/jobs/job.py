@@ -24,7 +24,6 @@ from verl_patches.values import (
     printable,
     read_yaml,
     secret_options,
-    unknown_key,
 )
 
 # a name for Kubernetes, and so also for containers and Slurm jobs
@@ -195,7 +194,7 @@ def load_job(path: Path) -> Job:
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {printable(' '.join(str(error).split()))}") from None
     except ValidationError as error:
-        faults = (_fault_text(".".join(map(str, each["loc"])), each["type"], each["msg"]) for each in error.errors())
+        faults = (f"{'.'.join(map(str, each['loc'])) or 'job'}: {each['msg']}" for each in error.errors())
         raise ConfigError(f"{path}: {printable('; '.join(faults))}") from None
 
 
@@ -206,15 +205,6 @@ def _resolve(node: Any) -> Any:
     if isinstance(node, list):
         return [_resolve(value) for value in node]
     return OmegaConf.to_container(OmegaConf.create([node]), resolve=True)[0]
-
-
-def _fault_text(key: str, kind: str, message: str) -> str:
-    """Return one of pydantic's errors about a job file as a sentence."""
-    if kind == "extra_forbidden":
-        below = {name: field.default for name, field in Job.model_fields.items() if isinstance(field.default, _Strict)}
-        known = [*Job.model_fields, *(f"{name}.{key}" for name, section in below.items() for key in dict(section))]
-        return unknown_key(key, dict.fromkeys(known), "docs/cluster.md lists the keys")
-    return f"{key} is missing" if kind == "missing" else f"{key or 'job'}: {message}"
 
 
 def require_volumes(job: Job) -> None:

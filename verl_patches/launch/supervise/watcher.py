@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import socket
 import time
@@ -59,7 +60,7 @@ class Watcher:
         self._remote_nodes: dict[str, _RemoteNode] = {}
         self._address = ""  # the address of the driver's node
         self._checked = self._listed = 0.0
-        self._say, self._start, self._say_at = say, (0, ""), 0.0
+        self._say, self._said, self._say_at = say, "", 0.0
 
     def check(self) -> None:
         """Check the run, at most once in CHECK_EVERY_S; raise a StallError or LostNodeError that names the culprit."""
@@ -74,13 +75,12 @@ class Watcher:
             other.poll()
         self._refuse_lost_nodes()
         processes = self.processes()
-        start = start_progress(processes, self._world)
-        goes_on = start != self._start and start[0] >= self._start[0]  # a look can miss records that are being written
-        if not start[1]:
-            self._start = self._world + 1, ""  # a step has begun, so nothing more is said of the start
-        elif goes_on and now >= self._say_at:
-            self._start, self._say_at = start, now + SAY_EVERY_S
-            self._say(start[1])
+        text = start_progress(processes, self._world)
+        if not text:
+            self._say_at = math.inf  # a step has begun, so nothing more is said of the start
+        elif text != self._said and now >= self._say_at:
+            self._said, self._say_at = text, now + SAY_EVERY_S
+            self._say(text)
         stall = find_stall(processes, self._bounds, self._world)
         if stall is not None:
             self._report_stall(stall)
