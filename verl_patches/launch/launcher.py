@@ -253,15 +253,10 @@ def short_temp_dir() -> tempfile.TemporaryDirectory:
     return tempfile.TemporaryDirectory(prefix=_TEMP_PREFIX, dir=_short_parent_folder(), ignore_cleanup_errors=True)
 
 
-def _short_parent_folder() -> Path:
-    for parent in (tempfile.gettempdir(), "/tmp"):
-        longest = len(os.fsencode(parent)) + len(f"/{_TEMP_PREFIX}xxxxxxxx") + len(_RAY_SOCKET)
-        if longest <= SOCKET_PATH_BYTES and os.access(parent, os.W_OK):
-            return Path(parent)
-    raise ConfigError(
-        f"TMPDIR: expected a writable folder whose path leaves room for Ray's sockets ({SOCKET_PATH_BYTES} bytes in "
-        f"all), found {tempfile.gettempdir()}, and /tmp cannot be used either. Set TMPDIR to a folder with a short path"
-    )
+def _short_parent_folder() -> str:
+    """Return the folder for temporary files, or /tmp where its path leaves no room for Ray's sockets."""
+    longest = len(os.fsencode(tempfile.gettempdir())) + len(f"/{_TEMP_PREFIX}xxxxxxxx") + len(_RAY_SOCKET)
+    return tempfile.gettempdir() if longest <= SOCKET_PATH_BYTES else "/tmp"
 
 
 def _summary_head(run: RunSpec) -> dict[str, Any]:

@@ -175,7 +175,7 @@ def reviewed_hash(line: str, target: str) -> str | None:
     return reviewed_entries(line).get(target, {}).get("hash")
 
 
-def write_reviewed(line: str, found: Mapping[str, Mapping[str, Any]], whole: bool = False) -> list[str]:
+def write_reviewed(line: str, found: Mapping[str, dict[str, Any]], whole: bool = False) -> list[str]:
     """Record {target: {hash, files}} of one line, sorted, and return the targets whose entries were removed.
 
     Entries of other lines stay, and unless `found` is the `whole` line, those of other targets too.

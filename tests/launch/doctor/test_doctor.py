@@ -10,7 +10,6 @@ from dataclasses import asdict
 import pytest
 
 from tests.runs import composed
-from verl_patches.cli import doctor as command
 from verl_patches.launch import ray_cluster
 from verl_patches.launch.doctor import doctor
 from verl_patches.launch.doctor.node_checks import Node
@@ -58,7 +57,7 @@ def compared(node, answer):
 
 
 def test_this_machine_is_fine_and_says_what_it_cannot_check():
-    done = run("--json")
+    done = run(CONFIG_NAME, "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["command"] == "doctor" and found["state"] == "fine"
@@ -120,13 +119,6 @@ def test_wrong_use_ends_with_2():
     assert run("no_such_config").returncode == 2
     done = run(CONFIG_NAME, "trainer.nnodes=2", "trainer.n_gpus_per_node=1")
     assert done.returncode == 2 and "give --this-node" in done.stderr
-
-
-def test_without_a_config_the_platform_decides(monkeypatch):
-    monkeypatch.setenv("VERL_PATCHES", "line=pypi,platform=cpu")
-    assert command._default_config() == CONFIG_NAME
-    monkeypatch.delenv("VERL_PATCHES")
-    assert command._default_config() == command.PRODUCTION_CONFIG
 
 
 @pytest.mark.slow

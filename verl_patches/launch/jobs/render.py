@@ -149,7 +149,8 @@ def kubernetes_file(job: Job, scripts: Mapping[str, str]) -> str:
     for name in job.secrets:
         env.append({"name": name, "valueFrom": {"secretKeyRef": {"name": kubernetes.secret, "key": name}}})
     shared = {"medium": "Memory", "sizeLimit": f"{kubernetes.shared_memory_gib}Gi"}
-    mounts = [{"name": "shm", "mountPath": "/dev/shm"}, {"name": "scripts", "mountPath": "/scripts"}]
+    own = {"shm": "/dev/shm", "scripts": "/scripts"}
+    mounts = [{"name": name, "mountPath": path, "readOnly": False} for name, path in own.items()]
     volumes = [{"name": "shm", "emptyDir": shared}, {"name": "scripts", "configMap": {"name": job.name}}]
     driver = {path: path for path in DRIVER_PATHS} if job.device == "NPU" else {}
     for number, (path, mount) in enumerate({**driver, **job.volumes}.items()):
