@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field, TypeAdapter
 
 from verl_patches.layout.phases import MEMORY_PHASES
-from verl_patches.patching.spec import DRIFT_POLICIES, LEVELS, LINES, NO_SKIP_TEXT, PLATFORMS
+from verl_patches.patching.spec import DRIFT_POLICIES, LEVELS, LINES, PLATFORMS
 from verl_patches.platform.npu.machine import HARDWARE
 from verl_patches.values import (
     Count,
@@ -39,10 +39,9 @@ CONTROLLER_PHASES = ("reward", "advantage")  # phases in which workers do nothin
 PROFILED_PHASES = tuple(phase for phase in MEMORY_PHASES if phase not in CONTROLLER_PHASES)
 
 
-def choices(*words: str, note: str = "") -> Any:
-    """Return the constraint of a text that is one of `words`, for `Annotated[str, choices(...)]`; errors add `note`."""
-    expected = f"one of {', '.join(words)}"
-    return Field(pattern=f"^({'|'.join(words)})$", description=f"{expected} ({note})" if note else expected)
+def choices(*words: str) -> Any:
+    """Return the constraint of a text that is one of `words`, for `Annotated[str, choices(...)]`."""
+    return Field(pattern=f"^({'|'.join(words)})$", description=f"one of {', '.join(words)}")
 
 
 _HcclPort = Annotated[int, Field(ge=1024, le=65536 - HCCL_PORTS)]
@@ -467,7 +466,7 @@ class Recipe:
     hardware: Annotated[str, choices(*HARDWARE)] = "a3"
     level: Annotated[str, choices(*LEVELS)] = "tuned"
     patches: list[_Pattern] = field(default_factory=list)
-    drift: Annotated[str, choices(*DRIFT_POLICIES, note=NO_SKIP_TEXT)] = "strict"
+    drift: Annotated[str, choices(*DRIFT_POLICIES)] = "strict"
     dtype: Annotated[str, choices(*VLLM_DTYPES)] = "bf16"
     ray_address: RayAddress | None = None
     worker_process_setup_hook: Dotted | None = None

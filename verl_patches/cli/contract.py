@@ -9,11 +9,10 @@ from typing import Annotated
 import typer
 
 from verl_patches import catalog
-from verl_patches.cli.output import Json, exit_with_report, print_json, print_table, print_text
+from verl_patches.cli.output import Json, exit_with_report, print_json, print_table
 from verl_patches.cli.patches import SwitchesOption, build_engine
 from verl_patches.cli.run import Upstream
 from verl_patches.errors import ConfigError
-from verl_patches.patching.boot.install_prelude import LINE_NUMBER_NOTE
 from verl_patches.patching.contract import PACKAGES, check_rows, record_rows
 from verl_patches.patching.engine import find_row
 from verl_patches.patching.report import Finding, Report
@@ -93,7 +92,6 @@ def explain_command(row_id: str, switches: SwitchesOption = None, as_json: Json 
     for key, value in facts.items():
         rows.append((key, ", ".join(value) if isinstance(value, (list, tuple)) else str(value)))
     print_table(row_id, ("fact", "value"), rows)
-    print_text(LINE_NUMBER_NOTE)
 
 
 def versions_command(line: LineOption = None, upstream: Upstream = None, as_json: Json = False) -> None:

@@ -17,7 +17,6 @@ from verl_patches.errors import ConfigError, RecipeError, require_checks
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout, parse_layout
 from verl_patches.model.mindspeed.arguments import Setting, engine_settings
-from verl_patches.patching.boot.install_prelude import LINE_NUMBER_NOTE
 from verl_patches.reshard.check import check_plan, figures, tensor_path
 from verl_patches.reshard.plan import plan_reshard
 from verl_patches.rewards.parts import REWARD_PREFIX
@@ -85,7 +84,7 @@ def _print_arguments(run: RunSpec, config_name: str, as_json: bool) -> None:
         cells = [(row.key, _value_text(row), _argument_text(row), row.why) for row in rows]
         red = [number for number, row in enumerate(rows) if row.how == "refused"]
         print_table(title, ("key", "value", "becomes", "why"), cells, red)
-        print_text(f"{len(rows)} rows, {len(refused)} refused. {LINE_NUMBER_NOTE}.")
+        print_text(f"{len(rows)} rows, {len(refused)} refused")
     for row in refused:
         print_text(f"verl_patches: {row.key} is {_value_text(row)}: {row.why}", err=True)
     raise typer.Exit(1 if refused else 0)

@@ -19,7 +19,6 @@ EMULATED_PLATFORMS = {"npu_emulated": "npu"}  # an emulating platform has the ro
 PLATFORMS = ("npu", "cpu", *EMULATED_PLATFORMS)
 PROCESSES = ("controller", "worker")
 DRIFT_POLICIES = ("strict", "warn")
-NO_SKIP_TEXT = "drift=skip is not a policy: use warn, or switch the row off by -row.id"
 
 _PLACE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)?\Z")
 

@@ -20,10 +20,6 @@ from verl_patches.shared_files import disk_errors, replacing, write_whole
 
 PRELUDE_LINE = "from verl_patches import prelude_patch  # noqa: F401"
 WORKER_FILE = Path("workers") / "megatron_workers.py"
-LINE_NUMBER_NOTE = (
-    f"FILE:LINE refers to the unmodified pinned sources; in a verl/{WORKER_FILE} with the prelude line, line numbers "
-    "below that line are one higher"
-)
 PTH_NAME = "verl_patches_prelude.pth"
 PACKAGES = ("verl", "megatron", "mindspeed", "mindspeed_llm", "vllm", "vllm_ascend")
 _IMPORT_ERROR_TEXT = (
