@@ -107,11 +107,9 @@ def compare_verl_version(line: str, trees: Trees) -> tuple[bool, str]:
     wanted = pin.version if pin else pins.packages["verl"]
     if found == wanted:
         return True, f"configuration taken from verl {found} ({package})"
+    todo = SETUP_HINT
     if pin:
-        wanted += f" ({pin.commit[:12]})"
-        todo = f"give the sources of the line with --upstream DIR, or put its verl on PYTHONPATH; {FETCH_HINT}"
-    else:
-        todo = f"omit --upstream; {SETUP_HINT}"
+        wanted, todo = f"{wanted} ({pin.commit[:12]})", f"give --upstream DIR; {FETCH_HINT}"
     return False, f"configuration taken from verl {found} ({package}), but line {line} pins {wanted}; {todo}"
 
 

@@ -421,12 +421,8 @@ def page_lines(report: dict[str, Any]) -> list[str]:
         minutes = f"{report['rungs'][row['name']]['seconds'] / 60:.1f}"
         lines.append(f"| {row['name']} | {row['state']} | {minutes} | {_cell(row['found'])} |")
     for row in report["rows"]:
-        figures = report["rungs"][row["name"]]["figures"]
         notes = [*row["details"], *([f"next: {row['todo']}"] if row["todo"] else [])]
         notes = [f"proves: {row['expected']}", *notes] if row["state"] == "fine" else notes
-        for level, found in figures.get("levels", {}).items():
-            phases = ", ".join(f"{phase} {_cell(s)}" for phase, s in found.get("seconds", {}).items())
-            notes += [f"level {level}, seconds of the last step: {phases}"] if phases else []
         lines += ["", f"## {row['name']}", "", *(f"- {_cell(note)}" for note in notes)]
     return lines
 

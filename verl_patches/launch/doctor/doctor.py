@@ -7,7 +7,6 @@ nodes become one row, so that a node that differs has its own row.
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median_high
@@ -53,16 +52,9 @@ def check_all_nodes(node: Node, words: Sequence[str]) -> Report:
 def check_answer(node: Node, answer: Mapping[str, Any]) -> Report:
     """Make the checks of ALL_ROWS on the answer of ray_nodes.py, and join equal findings of several nodes to one."""
     findings = [finding for row in ALL_ROWS for finding in row.findings(node, answer, npu=node.npu)]
-    reports = {place: _node_findings(one) for place, one in _nodes_by_place(answer).items()}
+    reports = {one["address"]: _node_findings(one) for one in answer["nodes"]}
     joined = _join_findings({place: found for place, found in reports.items() if found is not None})
     return Report(COMMAND, node.run.line, (*findings, *joined))
-
-
-def _nodes_by_place(answer: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return the nodes by address, or by address and Ray's id where several nodes have one address."""
-    number = Counter(one["address"] for one in answer["nodes"])
-    unique = {one["address"]: one for one in answer["nodes"] if number[one["address"]] == 1}
-    return unique | {f"{one['address']} ({one['id']})": one for one in answer["nodes"] if number[one["address"]] > 1}
 
 
 def _node_findings(node: Mapping[str, Any]) -> list[Finding] | None:
@@ -90,16 +82,18 @@ def _join_findings(reports: Mapping[str, Sequence[Finding]]) -> Iterator[Finding
 def _node_count(node: Node, answer: Mapping[str, Any]) -> Iterator[Result]:
     fault = config_error_text(ray_cluster.check_nodes, node.run, answer["nodes"])
     yield Result(fault is None, fault or f"{len(answer['nodes'])} nodes")
-    for place, one in _nodes_by_place(answer).items():
+    for one in answer["nodes"]:
         if _node_findings(one) is None:
             given = one["answer"] or {"code": "none", "error": f"no answer within {NODE_S} s"}
             lines = given["error"].strip().splitlines() or ["its output is not a report of this version of doctor"]
             todo = f"run it on that node: {our_command('doctor', 'CONFIG', '--this-node')}"
-            yield Result(False, f"exit code {given['code']}: {lines[-1]}", "a report of doctor", todo, "report", place)
+            yield Result(
+                False, f"exit code {given['code']}: {lines[-1]}", "a report of doctor", todo, "report", one["address"]
+            )
 
 
 def _clocks(node: Node, answer: Mapping[str, Any]) -> Iterator[Result]:
-    clocks = {place: one["clock"] for place, one in _nodes_by_place(answer).items() if one["clock"]}
+    clocks = {one["address"]: one["clock"] for one in answer["nodes"] if one["clock"]}
     if not clocks:
         raise NotRunError("no node returned its clock")
     middle = median_high(clock["ahead_s"] for clock in clocks.values())
