@@ -18,7 +18,7 @@ from verl_patches.patching.engine import find_row
 from verl_patches.patching.report import Finding, Report
 from verl_patches.patching.spec import PatchSpec
 from verl_patches.patching.switches import switches_from_environment
-from verl_patches.upstream.checkouts import FETCH_HINT, GIT_LINE, Trees, find_trees
+from verl_patches.upstream.checkouts import FETCH_HINT, GIT_LINE, SETUP_HINT, Trees, find_trees
 from verl_patches.upstream.modified import package_roots, source_findings
 from verl_patches.upstream.pins import load_pins
 from verl_patches.upstream.versions import compare_pins
@@ -60,9 +60,8 @@ def check_command(
         rows = [row for row in rows if row.target_module.split(".")[0] in packages]
     missing = [package for package in packages if package not in roots]
     if missing and (upstream is None or not roots):
-        raise ConfigError(
-            f"line {name}: expected {', '.join(missing)} in {upstream or 'this Python'}, found none; {FETCH_HINT}"
-        )
+        hint = FETCH_HINT if pins.repositories else SETUP_HINT
+        raise ConfigError(f"line {name}: expected {', '.join(missing)} in {upstream or 'this Python'}; {hint}")
     if write:
         targets = [row for row in rows if not row.is_module_stub]
         for target in record_rows(targets, name, roots, no_source, whole=not (row_ids or only)):
