@@ -127,7 +127,7 @@ def _run_driver(run: RunSpec, watch: MemoryWatch, progress: _LineReader, began: 
     OmegaConf.save(run.verl, folder / environment.CONFIG_FILE)
     (folder / environment.FACTS_FILE).write_text(run.text())
     with short_temp_dir() as temp:
-        variables = environment.environment_variables(run, temp)
+        variables = environment.environment_variables(run, str(temp))
         (folder / "environment.json").write_text(json.dumps([asdict(v) for v in variables], indent=1) + "\n")
         env = environment.process_environment(variables, os.environ)
         command = driver_command(folder)
@@ -146,7 +146,7 @@ def _run_driver(run: RunSpec, watch: MemoryWatch, progress: _LineReader, began: 
                 descendants.end_all()
         if code:
             with suppress(OSError):  # the disk may be full, which must not hide the reason
-                copy_ray_logs(Path(temp), folder / "ray_logs")
+                copy_ray_logs(temp, folder / "ray_logs")
     return code, reason
 
 
@@ -248,9 +248,11 @@ class _LineReader:
             self.on_line(line.decode(errors="replace"))
 
 
-def short_temp_dir() -> tempfile.TemporaryDirectory:
-    """Return a folder for a run's sockets and temporary files; a socket's path may have 107 bytes."""
-    return tempfile.TemporaryDirectory(prefix=_TEMP_PREFIX, dir=_short_parent_folder(), ignore_cleanup_errors=True)
+@contextmanager
+def short_temp_dir() -> Iterator[Path]:
+    """Yield a folder for a run's sockets and temporary files; a socket's path may have 107 bytes."""
+    with tempfile.TemporaryDirectory("", _TEMP_PREFIX, _short_parent_folder(), ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 def _short_parent_folder() -> str:
