@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field, TypeAdapter
 
 from verl_patches.layout.phases import MEMORY_PHASES
-from verl_patches.patching.spec import DRIFT_POLICIES, LEVELS, LINES, NO_SKIP_TEXT, PLATFORMS
+from verl_patches.patching.spec import DRIFT_POLICIES, LEVELS, LINES, PLATFORMS
 from verl_patches.platform.npu.machine import HARDWARE
 from verl_patches.values import (
     Count,
@@ -25,7 +25,6 @@ from verl_patches.values import (
     Name,
     Natural,
     NotNegative,
-    Port,
     Positive,
     RayAddress,
     Share,
@@ -40,10 +39,9 @@ CONTROLLER_PHASES = ("reward", "advantage")  # phases in which workers do nothin
 PROFILED_PHASES = tuple(phase for phase in MEMORY_PHASES if phase not in CONTROLLER_PHASES)
 
 
-def choices(*words: str, note: str = "") -> Any:
-    """Return the constraint of a text that is one of `words`, for `Annotated[str, choices(...)]`; errors add `note`."""
-    expected = f"one of {', '.join(words)}"
-    return Field(pattern=f"^({'|'.join(words)})$", description=f"{expected} ({note})" if note else expected)
+def choices(*words: str) -> Any:
+    """Return the constraint of a text that is one of `words`, for `Annotated[str, choices(...)]`."""
+    return Field(pattern=f"^({'|'.join(words)})$", description=f"one of {', '.join(words)}")
 
 
 _HcclPort = Annotated[int, Field(ge=1024, le=65536 - HCCL_PORTS)]
@@ -334,7 +332,7 @@ class Profile:
 class Watch:
     """Set the stall detection of a run (docs/operate.md): how long a process may stay in one phase.
 
-    action: stop ends a run that stalls, report only logs and records it, off starts no heartbeats.
+    action: stop ends a run that stalls, off starts no heartbeats.
     first_s: bound in seconds of a phase that a process has not ended before. Writing a trace has at least
     recipe.timeouts.load_s every time, validation the first time; so have loading and waiting for a checkpoint, counted
     from the last byte that any process read or wrote.
@@ -343,7 +341,7 @@ class Watch:
     Independently of these, a rank may wait for another in a process group for 0.8 of distributed_timeout_minutes.
     """
 
-    action: Annotated[str, choices("stop", "report", "off")] = "stop"
+    action: Annotated[str, choices("stop", "off")] = "stop"
     first_s: Positive = 1800.0
     least_s: Positive = 900.0
     factor: Factor = 5.0
@@ -435,7 +433,6 @@ class Recipe:
     ray_address: null starts a Ray on this machine; "auto" or HOST:PORT joins a running one.
     worker_process_setup_hook: a "package.module.function" that every Ray worker calls after the prelude and
     before Ray gives it a die. On npu it must not import torch_npu.
-    ray_port: port of the Ray that the run starts; null: any free one.
     expert_load: count the tokens of each expert in training; every step records max / mean.
     model_shape: HF config.json from which the plan reads sizes, relative to the configs folder.
     trust_remote_code: run the Python code of a tokenizer that is code in the model's folder (Moonlight, Kimi-K2). It
@@ -456,11 +453,10 @@ class Recipe:
     hardware: Annotated[str, choices(*HARDWARE)] = "a3"
     level: Annotated[str, choices(*LEVELS)] = "tuned"
     patches: list[_Pattern] = field(default_factory=list)
-    drift: Annotated[str, choices(*DRIFT_POLICIES, note=NO_SKIP_TEXT)] = "strict"
+    drift: Annotated[str, choices(*DRIFT_POLICIES)] = "strict"
     dtype: Annotated[str, choices(*VLLM_DTYPES)] = "bf16"
     ray_address: RayAddress | None = None
     worker_process_setup_hook: Dotted | None = None
-    ray_port: Port | None = None
     expert_load: bool = False
     model_shape: str = "model/deepseekv3_671b.json"
     trust_remote_code: bool = False

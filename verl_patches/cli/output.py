@@ -17,7 +17,6 @@ from rich.table import Table
 from rich.text import Text
 
 from verl_patches.heartbeat.heartbeat import ranks_text
-from verl_patches.patching.boot.install_prelude import LINE_NUMBER_NOTE
 from verl_patches.patching.report import NOT_RUN, Report
 from verl_patches.spec import RunSpec
 from verl_patches.values import printable, size_text
@@ -241,7 +240,6 @@ def print_whole_plan(plan: dict[str, Any], run: RunSpec) -> None:
         for each in plan["environment"]
     ]
     print_table("environment", ("variable", "set in", "reason [read by]"), rows)
-    print_text(LINE_NUMBER_NOTE)
     refused = [check["name"] for check in plan["checks"] if check["detail"].startswith("a start is refused")]
     where = f"; a start is refused as long as the note on {', '.join(refused)} applies" if refused else ""
     print_text(f"commands to run, in this order{where}:", "bold")

@@ -30,7 +30,6 @@ from verl_patches.cli.output import (
 from verl_patches.errors import INTERRUPTION_PREFIX, Check, ConfigError, RecipeError, our_command, require_checks
 from verl_patches.launch import launcher, ray_cluster, smoke
 from verl_patches.launch.bringup.bringup import MEASURED
-from verl_patches.launch.restart import last_step_is_saved
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import PATCHES_VAR, parse_switches, switched_off_text
 from verl_patches.plan.memory_plan import with_planned_keys
@@ -59,7 +58,6 @@ from verl_patches.weights.run_folders import checkpoint_chain, find_start, requi
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Any further Hydra overrides.")]
 CONFIG_HELP = "A file of configs/, such as deepseekv3_256die_true_weight."
 ConfigName = Annotated[str, typer.Option(help=CONFIG_HELP)]
-VerlPath = Annotated[Path | None, typer.Option(help="A verl checkout; default: the installed one.")]
 REPLAY_HELP = "Train on the responses that another run recorded: its name, its folder, or the rollouts in it."
 DRY_RUN_HELP = "Check and print everything; start and write nothing."
 UPSTREAM_HELP = "Folder with the clones of scripts/fetch_upstream.sh, for line a3."
@@ -152,7 +150,6 @@ def train_command(
     config_name: ConfigName,
     overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help=DRY_RUN_HELP)] = False,
-    verl_path: VerlPath = None,
     upstream: Upstream = None,
     wide: Wide = False,
     whole: Whole = False,
@@ -162,7 +159,7 @@ def train_command(
 
     A check that refuses the start is wrong input, exit code 2; with --dry-run it is what was asked for, exit code 1.
     """
-    overrides, trees = overrides or [], find_trees(upstream, verl_path)
+    overrides, trees = overrides or [], find_trees(upstream)
     if dry_run:
         report_plan(config_name, overrides, trees, Workload(), as_json, whole)
     run = compose_run(config_name, overrides, trees)
@@ -219,7 +216,6 @@ def plan_command(
     expert_load: Annotated[Path | None, typer.Option(metavar="RUN", help=LOAD_HELP)] = None,
     disk_gb_s: Annotated[str | None, typer.Option(metavar="NUMBER|RUN", help=DISK_HELP)] = None,
     measured: Annotated[Path | None, typer.Option(metavar="FILE", help=MEASURED_HELP)] = None,
-    verl_path: VerlPath = None,
     upstream: Upstream = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help=PLOT_HELP)] = None,
     whole: Whole = False,
@@ -229,7 +225,7 @@ def plan_command(
 
     The exit code is 1 if a check refuses the start.
     """
-    overrides, trees = overrides or [], find_trees(upstream, verl_path)
+    overrides, trees = overrides or [], find_trees(upstream)
     found = {} if measured is None else _read_measured(measured)
     rate = disk_gb_s or str(found.get("disk_gb_s") or DISK_GB_S)
     workload = Workload(prompt_tokens, response_tokens, disk_gb_s=_disk_rate(rate))
@@ -488,8 +484,6 @@ def _resume_advice(run: RunSpec, record: Path) -> list[str]:
         if run.verl.trainer.resume_mode == "resume_path" and not read_object(record / SUMMARY_FILE).get("checkpoints"):
             return [f"no checkpoint was saved: the same command resumes from {run.verl.trainer.resume_from_path} again"]
         checkpoint = checkpoint_chain(require_start(record)).newest()
-        if last_step_is_saved(run, record):
-            return [f"newest complete checkpoint: {checkpoint}, of the last step: all steps are done and saved"]
     except (ConfigError, OSError) as error:  # a ConfigError says what to go on from instead
         return [str(error)]
     if checkpoint is None:

@@ -24,7 +24,6 @@ from verl_patches.patching.handshake import (
     gather_proofs,
     require_proofs,
     require_same_patches,
-    require_same_states,
     summary_entry,
     unreviewed_rows,
 )
@@ -143,7 +142,6 @@ class TrainerRun:
         own.verify("controller")
         require_proofs(workers)
         require_same_patches(own.intent(), own.digest(), workers)
-        require_same_states([name for name, spec in own.specs.items() if "worker" in spec.processes], workers)
         reports = self.trainer.actor_rollout_wg.take_report()  # drop the counts of initialisation
         self.summary.data["start"] = start_seconds([report["seconds"] for report in reports], workers)
         take_calls()

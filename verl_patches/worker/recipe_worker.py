@@ -131,7 +131,6 @@ class RecipeWorker(TrainingWorker):
             self._is_rollout = False  # not earlier: verl builds no actor without a rollout
             return SimpleNamespace(), None
         rollout, manager = super()._build_rollout(*args, **kwargs)
-        recipe = self.recipe
         if dist.get_rank() % self.run.rollout.tp == 0:
             self.preemptions = getattr(rollout.inference_engine, "preemptions", None)  # row rollout.engine
         if isinstance(manager, RecipeShardingManager):
