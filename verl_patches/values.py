@@ -121,8 +121,6 @@ RENAMED_KEYS = {  # keys of version 0.1 and their names since 0.2, which are ver
     "recipe.train.fused_rmsnorm": "recipe.train.use_fused_rmsnorm",
     "recipe.train.fused_rope": "recipe.train.use_fused_rotary_pos_emb",
     "recipe.train.fused_swiglu": "recipe.train.use_fused_swiglu",
-    "recipe.train.grad_bucket_parameters": "recipe.train.ddp_bucket_size",
-    "recipe.train.grad_overlap": "recipe.train.overlap_grad_reduce",
     "recipe.train.router_bias_update_rate": "recipe.train.moe_router_bias_update_rate",
 }
 

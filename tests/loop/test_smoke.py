@@ -114,13 +114,11 @@ def test_recorded_rollouts_have_their_rewards_and_become_data(smoke, tmp_path):
     assert {row["data_source"] for row in rows} and all(row["reward_model"]["ground_truth"] for row in rows)
 
 
-def test_a_step_records_bytes_sent_and_start_times_of_workers(smoke):
-    stages = {"generate_sequences", "compute_log_prob", "compute_ref_log_prob", "update_actor"}
+def test_a_step_records_bytes_sent(smoke):
     for step in smoke().steps:
-        sent, skew = step["dispatch"], step["dispatch"]["start_skew_s"]
-        assert sent["calls"] >= len(stages) and sent["put_bytes"] > 1e5  # one batch a replica, by verl 0.4.0 itself
-        assert stages <= set(skew["by_call"]) and 0 < skew["max"] == max(skew["by_call"].values())
-    assert "skew s" in smoke().progress and f"{skew['max']:.4f}" in smoke().progress
+        sent = step["dispatch"]
+        assert sent["calls"] >= 4 and sent["put_bytes"] > 1e5  # one batch a replica, by verl 0.4.0 itself
+    assert "sent MB" in smoke().progress
 
 
 def test_status_of_the_run_from_the_command_line(line, start):

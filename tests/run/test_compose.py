@@ -254,7 +254,7 @@ def test_another_verl_checkout_is_used(tmp_path):
     installed = (verl_config_dir() / f"{VERL_CONFIG}.yaml").read_text()
     (folder / f"{VERL_CONFIG}.yaml").write_text(installed.replace("  gamma: 1.0", "  gamma: 0.5"))
     assert compose_config(TINY, verl_path=tmp_path).algorithm.gamma == 0.5
-    with pytest.raises(ConfigError, match="--verl-path .*: expected .*, found none"):
+    with pytest.raises(ConfigError, match="nothing: expected .*, found none"):
         verl_config_dir(tmp_path / "nothing")
 
 

@@ -12,12 +12,11 @@ import typer
 from omegaconf import OmegaConf
 
 from verl_patches.cli.output import Json, console, print_json, print_table, print_text
-from verl_patches.cli.run import ConfigName, Overrides, Upstream, VerlPath, compose_run
+from verl_patches.cli.run import ConfigName, Overrides, Upstream, compose_run
 from verl_patches.errors import ConfigError, RecipeError, require_checks
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout, parse_layout
 from verl_patches.model.mindspeed.arguments import Setting, engine_settings
-from verl_patches.patching.boot.install_prelude import LINE_NUMBER_NOTE
 from verl_patches.reshard.check import check_plan, figures, tensor_path
 from verl_patches.reshard.plan import plan_reshard
 from verl_patches.rewards.parts import REWARD_PREFIX
@@ -51,12 +50,11 @@ def config_command(
     config_name: ConfigName,
     overrides: Overrides = None,
     explain: Annotated[bool, typer.Option("--explain", help=EXPLAIN_HELP)] = False,
-    verl_path: VerlPath = None,
     upstream: Upstream = None,
     as_json: Json = False,
 ) -> None:
     """Print the composed config as YAML, or with --explain the training engine's arguments for each key."""
-    run = compose_run(config_name, overrides or [], find_trees(upstream, verl_path))
+    run = compose_run(config_name, overrides or [], find_trees(upstream))
     require_checks(hook_checks(run))
     if explain and run.line != GIT_LINE:
         raise ConfigError(
@@ -86,7 +84,7 @@ def _print_arguments(run: RunSpec, config_name: str, as_json: bool) -> None:
         cells = [(row.key, _value_text(row), _argument_text(row), row.why) for row in rows]
         red = [number for number, row in enumerate(rows) if row.how == "refused"]
         print_table(title, ("key", "value", "becomes", "why"), cells, red)
-        print_text(f"{len(rows)} rows, {len(refused)} refused. {LINE_NUMBER_NOTE}.")
+        print_text(f"{len(rows)} rows, {len(refused)} refused")
     for row in refused:
         print_text(f"verl_patches: {row.key} is {_value_text(row)}: {row.why}", err=True)
     raise typer.Exit(1 if refused else 0)
@@ -182,8 +180,6 @@ def _print_path(path: dict[str, Any]) -> None:
     typer.echo(f"{path['parameter']} {path['shape']} {path['dtype']}")
     typer.echo(f"rank {path['rank']} holds in training: {path['holds_in_training'] or 'nothing'}")
     typer.echo(f"rank {path['rank']} needs in rollout: {path['needs_in_rollout'] or 'nothing'}")
-    holders = [(h["region"], _ranks_text(h["holders"]), f"{h['needed_by']} ranks") for h in path["holders"]]
-    print_table("holders", ("region", "held in training by ranks", "needed in rollout by"), holders)
     keys = ("region", "what", "peer", "stage", "nearness", "bucket")
     rows = []
     for step in path["steps"]:
@@ -191,10 +187,6 @@ def _print_path(path: dict[str, Any]) -> None:
         rows.append((*texts, f"{step['bytes']:,}"))
     columns = ("region", "what", "peer", "its stage", "where", "bucket", "bytes")
     print_table(f"steps on rank {path['rank']}", columns, rows)
-
-
-def _ranks_text(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks)) if len(ranks) <= 12 else f"{len(ranks)} ranks, {ranks[0]} to {ranks[-1]}"
 
 
 def report_command(

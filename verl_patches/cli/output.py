@@ -17,9 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from verl_patches.heartbeat.heartbeat import ranks_text
-from verl_patches.patching.boot.install_prelude import LINE_NUMBER_NOTE
 from verl_patches.patching.report import NOT_RUN, Report
-from verl_patches.plan.serving import serving_text
 from verl_patches.spec import RunSpec
 from verl_patches.values import printable, size_text
 
@@ -41,7 +39,6 @@ _FIGURE_SECTIONS: _Sections = (
      ("phase", "range_s", "seconds", "quoted_s")),
     ("whole step", "step", ("total_range_s", "total_s", "quoted_total_s", "tokens_per_s_per_die_range")),
     ("assumptions", "step.assumed", ()),
-    ("in no total: what an assumption would save (docs/operate.md)", "step.assumed_gains", ("if", "saves_s")),
     ("what a start reads and a save writes (modelled), at --disk-gb-s", "disk.parts", ("part", "bytes", "seconds")),
     ("step model on the published runs (docs/plan.md)", "step.calibration",
      ("row", "quoted_s", "modelled_s", "error", "fixes")),
@@ -187,8 +184,6 @@ def _screen_rows(plan: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
         for each in step["phases"] if plan["ok"] else ():
             if each["seconds"]:
                 yield each["phase"], _seconds_text(each["range_s"], each["seconds"], each.get("quoted_s")), 1
-        for gain in step["assumed_gains"]:
-            yield "", f"{gain['if']}, then -{gain['saves_s']:.0f} s", 1
     if plan["level"] and plan["ok"]:
         yield "level", _level_text(plan["level"]), 2
     notes = [check["name"] for check in checks if check["note"] and check["name"] not in _SCREEN_CHECKS]
@@ -229,8 +224,6 @@ def print_whole_plan(plan: dict[str, Any], run: RunSpec) -> None:
         print_text(f"not modelled: {'; '.join(memory['not_modelled'])}")
     if level := plan["level"]:
         print_text(f"not as at level {level['other']}: {', '.join([*level['keys'], *level['rows']])}")
-    if plan["inference"]:
-        print_text(f"generate, chat, eval: {serving_text(plan['inference'])}", "bold")
     if not plan["step"] and run.recipe.hardware != "a3":
         print_text(f"step time is not modelled: no published run reports it for {run.hardware.title}", "bold")
     for title, key, columns in _FIGURE_SECTIONS:
@@ -247,7 +240,6 @@ def print_whole_plan(plan: dict[str, Any], run: RunSpec) -> None:
         for each in plan["environment"]
     ]
     print_table("environment", ("variable", "set in", "reason [read by]"), rows)
-    print_text(LINE_NUMBER_NOTE)
     refused = [check["name"] for check in plan["checks"] if check["detail"].startswith("a start is refused")]
     where = f"; a start is refused as long as the note on {', '.join(refused)} applies" if refused else ""
     print_text(f"commands to run, in this order{where}:", "bold")
@@ -294,7 +286,7 @@ def _figure_text(value: Any, key: str) -> str:
 
 
 def _layout_rows(side: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return rows of groups and stages, and the place of the first and the last rank of a layout."""
+    """Return rows of a layout's groups and stages."""
     rows = []
     for name, groups in side["groups"].items():
         shown = [f"[{ranks_text(group)}]" for group in groups[:3]]
@@ -303,30 +295,25 @@ def _layout_rows(side: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append((name, f"{len(groups)} of {len(groups[0])}: {' '.join(shown)}"))
     stages = ((f"stage {number}", layers) for number, layers in enumerate(side.get("layers", ())) if layers)
     rows += [(stage, f"layers {layers[0]}-{layers[-1]} ({len(layers)})") for stage, layers in stages]
-    for place in (side["ranks"][0], side["ranks"][-1]):
-        rows.append((f"rank {place['rank']}", _figure_text({k: v for k, v in place.items() if k != "rank"}, "")))
     return rows
 
 
-def memory_rows(memory: dict[str, Any]) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
-    """Return title, columns and rows of a table: the peak of each phase on the worst rank, the followed order first."""
+def memory_rows(memory: dict[str, Any]) -> tuple[str, tuple[str, ...], list[tuple[str, str, str]]]:
+    """Return title, columns and rows of a table: the peak of each phase on the worst rank."""
     hbm = memory["hbm_bytes"]
-    orders = sorted(memory["orders"], key=lambda order: order["order"] != memory["followed"])
 
     def against_die(size_bytes: int) -> str:
         return size_text(size_bytes) + (_OVER_LIMIT if hbm is not None and size_bytes > hbm else "")
 
-    rows = []
-    for number, phase in enumerate(orders[0]["phases"]):
-        peaks = [against_die(order["phases"][number]["peak_bytes"]) for order in orders]
-        rows.append((phase["phase"], *peaks, _figure_text(phase["bytes"], "bytes")))
+    rows = [
+        (phase["phase"], against_die(phase["peak_bytes"]), _figure_text(phase["bytes"], "bytes"))
+        for phase in memory["phases"]
+    ]
     limit = f"a die has {size_text(hbm)}" if hbm else "the KV cache is not modelled on this platform"
-    rows.append(("highest", *(against_die(order["peak_bytes"]) for order in orders), limit))
+    rows.append(("highest", against_die(memory["peak_bytes"]), limit))
     beside = "; those of the swapped optimizer come on top" if memory["swapped"] else ""
     for name, key in (("from host", "to_device_bytes"), ("to host", "to_host_bytes")):
-        copied = f"copied in a step, worst rank{beside}"
-        rows.append((name, *(size_text(order[key]["max"]) for order in orders), copied))
-    rows.append(("empty_cache", *(str(order["empty_cache_calls"]) for order in orders), "calls in a step"))
-    title = f"memory by phase (modelled), at the peak of the worst rank; this run follows {memory['followed']}"
-    names = (order["order"].replace(", ", ",\n") for order in orders)
-    return title, ("phase", *names, "memory groups, in the first order"), rows
+        rows.append((name, size_text(memory[key]["max"]), f"copied in a step, worst rank{beside}"))
+    rows.append(("empty_cache", str(memory["empty_cache_calls"]), "calls in a step"))
+    title = f"memory by phase (modelled), at the peak of the worst rank; the order of moves is {memory['order']}"
+    return title, ("phase", "peak", "memory groups"), rows

@@ -30,7 +30,6 @@ from verl_patches.cli.output import (
 from verl_patches.errors import INTERRUPTION_PREFIX, Check, ConfigError, RecipeError, our_command, require_checks
 from verl_patches.launch import launcher, ray_cluster, smoke
 from verl_patches.launch.bringup.bringup import MEASURED
-from verl_patches.launch.restart import last_step_is_saved
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import PATCHES_VAR, parse_switches, switched_off_text
 from verl_patches.plan.memory_plan import with_planned_keys
@@ -59,7 +58,6 @@ from verl_patches.weights.run_folders import checkpoint_chain, find_start, requi
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Any further Hydra overrides.")]
 CONFIG_HELP = "A file of configs/, such as deepseekv3_256die_true_weight."
 ConfigName = Annotated[str, typer.Option(help=CONFIG_HELP)]
-VerlPath = Annotated[Path | None, typer.Option(help="A verl checkout; default: the installed one.")]
 REPLAY_HELP = "Train on the responses that another run recorded: its name, its folder, or the rollouts in it."
 DRY_RUN_HELP = "Check and print everything; start and write nothing."
 UPSTREAM_HELP = "Folder with the clones of scripts/fetch_upstream.sh, for line a3."
@@ -86,7 +84,6 @@ DISK_HELP = (
 PLOT_HELP = "Draw the memory of the fullest die over the phases of a step."
 WHOLE_HELP = "Print every check, rank, patch row, environment variable and command of the plan too."
 Whole = Annotated[bool, typer.Option("--all", help=WHOLE_HELP)]
-SYNC_HELP = "Backend by which DP ranks synchronise in a decode step: hccl or gloo."
 
 
 def _refuse_old_layout(value: str | None) -> None:
@@ -153,7 +150,6 @@ def train_command(
     config_name: ConfigName,
     overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help=DRY_RUN_HELP)] = False,
-    verl_path: VerlPath = None,
     upstream: Upstream = None,
     wide: Wide = False,
     whole: Whole = False,
@@ -163,7 +159,7 @@ def train_command(
 
     A check that refuses the start is wrong input, exit code 2; with --dry-run it is what was asked for, exit code 1.
     """
-    overrides, trees = overrides or [], find_trees(upstream, verl_path)
+    overrides, trees = overrides or [], find_trees(upstream)
     if dry_run:
         report_plan(config_name, overrides, trees, Workload(), as_json, whole)
     run = compose_run(config_name, overrides, trees)
@@ -216,12 +212,10 @@ def plan_command(
     top: Annotated[int, typer.Option(min=1, max=20, help=TOP_HELP)] = 5,
     prompt_tokens: Annotated[float | None, typer.Option(help=PROMPT_HELP)] = None,
     response_tokens: Annotated[float | None, typer.Option(help=RESPONSE_HELP)] = None,
-    dp_sync: Annotated[str, typer.Option(help=SYNC_HELP)] = "hccl",
     lengths: Annotated[Path | None, typer.Option(metavar="RUN", help=LENGTHS_HELP)] = None,
     expert_load: Annotated[Path | None, typer.Option(metavar="RUN", help=LOAD_HELP)] = None,
     disk_gb_s: Annotated[str | None, typer.Option(metavar="NUMBER|RUN", help=DISK_HELP)] = None,
     measured: Annotated[Path | None, typer.Option(metavar="FILE", help=MEASURED_HELP)] = None,
-    verl_path: VerlPath = None,
     upstream: Upstream = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help=PLOT_HELP)] = None,
     whole: Whole = False,
@@ -231,10 +225,10 @@ def plan_command(
 
     The exit code is 1 if a check refuses the start.
     """
-    overrides, trees = overrides or [], find_trees(upstream, verl_path)
+    overrides, trees = overrides or [], find_trees(upstream)
     found = {} if measured is None else _read_measured(measured)
     rate = disk_gb_s or str(found.get("disk_gb_s") or DISK_GB_S)
-    workload = Workload(prompt_tokens, response_tokens, dp_sync, disk_gb_s=_disk_rate(rate))
+    workload = Workload(prompt_tokens, response_tokens, disk_gb_s=_disk_rate(rate))
     workload = replace(workload, measured=found.get("constants", {}))
     if lengths is not None:
         recorded = recorded_lengths(str(find_start(lengths, output_root())))
@@ -289,8 +283,8 @@ def report_plan(
     try:
         run = compose_run(config_name, overrides, trees)
         require_trees(run)
-        other = _other_level(run, config_name, overrides, trees)
         rows = platform_rows(run.platform)
+        other = _other_level(run, config_name, overrides, trees)
         plan = build_plan(run, RULES.checks(run), config_name, overrides, rows, workload, other)
     except LayoutError as error:
         run, plan = None, plan_without_layout(error, config_name, trees, overrides, workload)
@@ -368,7 +362,7 @@ def _expert_loads(run: Path) -> tuple[float, float]:
             f"--expert-load {run}: expected numbers in expert_load.train.ranks_over_mean of the steps of its "
             f"summary.json, found {train + rollout or 'none'}; give a run with recipe.expert_load=true"
         )
-    return fmean(train), fmean(rollout or train)  # rollout is counted on npu only
+    return fmean(train), fmean(rollout or train)
 
 
 def _print_layouts(answer: dict[str, Any], option: Sequence[str], overrides: list[str]) -> None:
@@ -490,8 +484,6 @@ def _resume_advice(run: RunSpec, record: Path) -> list[str]:
         if run.verl.trainer.resume_mode == "resume_path" and not read_object(record / SUMMARY_FILE).get("checkpoints"):
             return [f"no checkpoint was saved: the same command resumes from {run.verl.trainer.resume_from_path} again"]
         checkpoint = checkpoint_chain(require_start(record)).newest()
-        if last_step_is_saved(run, record):
-            return [f"newest complete checkpoint: {checkpoint}, of the last step: all steps are done and saved"]
     except (ConfigError, OSError) as error:  # a ConfigError says what to go on from instead
         return [str(error)]
     if checkpoint is None:

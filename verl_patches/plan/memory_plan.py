@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from verl_patches.errors import Check, ConfigError
 from verl_patches.layout.inventory import Inventory, ModelShape, build_inventory
 from verl_patches.layout.parallel import ParallelLayout
-from verl_patches.memory.schedule import SCHEDULE, VERL_SCHEDULES, Schedule, has_direct_sync, schedule_for_run
+from verl_patches.memory.schedule import Schedule, has_direct_sync, schedule_for_run
 from verl_patches.plan.activations import UNBALANCED_RATIO, Passes, PerStage, engine_bytes, graph_bytes
 from verl_patches.plan.expected import (
     CONTEXT_BYTES,
@@ -111,31 +111,21 @@ def run_memory(run: RunSpec) -> RunMemory:
 
 
 def memory_plan(run: RunSpec, memory: RunMemory) -> dict[str, Any]:
-    """Return {modelled, hbm_bytes, followed, swapped, recompute_layers, orders, communicators, host, not_modelled}.
+    """Return {modelled, hbm_bytes, swapped, recompute_layers, communicators, host, not_modelled} and `memory_peaks`.
 
     Bytes are those of the worst rank. `recompute_layers`: a number for all stages or a list of one for each, None where
-    activations are not modelled.
-
-    An order is a Schedule: when a step moves which group. `orders` holds `expected.memory_peaks` for ours, for verl's
-    on this line with verl's own weight sync, and for the run's own, which `followed` names. Activations are counted on
-    line a3, HCCL's buffers and CANN's context on platform npu. `hbm_bytes` is the part of a die that a process sees,
-    None on other platforms, where the KV cache is not modelled. `host`, of the fullest node: {bytes: pinned by group,
-    pinned_bytes, workers_bytes, object_store_bytes (`HostNeed`), node_bytes: their sum, limit_bytes (`host_limit`)}.
-    Raise ConfigError where sizes do not divide.
+    activations are not modelled. Activations are counted on line a3, HCCL's buffers and CANN's context on platform npu.
+    `hbm_bytes` is the part of a die that a process sees, None on other platforms, where the KV cache is not modelled.
+    `host`, of the fullest node: {bytes: pinned by group, pinned_bytes, workers_bytes, object_store_bytes (`HostNeed`),
+    node_bytes: their sum, limit_bytes (`host_limit`)}. Raise ConfigError where sizes do not divide.
     """
-    npu, recipe, setting = run.platform == "npu", run.recipe, memory.setting
-    ours = replace(setting, bucket_bytes=recipe.reshard.bucket_bytes)
+    npu, setting = run.platform == "npu", memory.setting
     layers = None if setting.passes is None else setting.passes.recompute_layers
-    compared = [(SCHEDULE, ours), (VERL_SCHEDULES[recipe.line], replace(ours, bucket_bytes=None))]
-    compared = [(order.for_run(run, run.has_critic), buffers) for order, buffers in compared]
-    if memory.schedule.name not in (order.name for order, _ in compared):
-        compared.append((memory.schedule, setting))
     return {
         "modelled": True,
         "hbm_bytes": run.hardware.seen_bytes if npu else None,
-        "followed": memory.schedule.name,
-        "orders": [memory_peaks(order, buffers, memory.unmoved_groups) for order, buffers in compared],
-        "swapped": recipe.train.swap_optimizer,
+        **memory_peaks(memory.schedule, setting, memory.unmoved_groups),
+        "swapped": run.recipe.train.swap_optimizer,
         "recompute_layers": layers if layers is None or isinstance(layers, int) else list(layers),
         "communicators": _communicators(run) if npu else [],
         "host": _host_section(run, memory),

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_patches.errors import ConfigError
 from verl_patches.patching.spec import LEVELS
 from verl_patches.platform import as_npu
-from verl_patches.rollout.ascend import PREFIX_CACHING, VLLM_SLEEP_MODE
+from verl_patches.rollout.ascend import PREFIX_CACHING
 
 ASCEND_KEY, ROLLOUT_KEY = "recipe.rollout.ascend", "actor_rollout_ref.rollout"
 OPTIONS_KEY = f"{ROLLOUT_KEY}.engine_kwargs.vllm.additional_config"
@@ -28,7 +28,6 @@ OPTION_PATHS = {
     "scheduler": f"{_SCHEDULER}.enabled",
     "chunked_prefill_for_mla": "chunked_prefill_for_mla",
     "prefix_caching": PREFIX_CACHING,
-    "vllm_sleep_mode": VLLM_SLEEP_MODE,
 }
 _ABSENT = object()  # a key whose value is null is present
 # keys of ROLLOUT_KEY that recipe.rollout.ascend.graphs decides

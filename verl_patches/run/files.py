@@ -80,7 +80,7 @@ def _weights_check(run: RunSpec, folder: Path) -> Check:
     if not weight_files(folder) and not (folder / TRACKER).exists():
         return Check(name, True, f"{folder} has no weight files, so none were checked", note=True)
     try:
-        source = open_source(folder, expert_split=run.recipe.train.expert_split)
+        source = open_source(folder)
     except ConfigError as error:
         return Check(name, False, str(error))
     source_text = {"hf": "a HF folder", "megatron": "a Megatron folder", "checkpoint": "a checkpoint"}[source.kind]

@@ -75,7 +75,7 @@ def lock_run(run: RunSpec) -> Iterator[None]:
 
 
 def make_start_folder(run: RunSpec, start: NextStart) -> str:
-    """Make the folder of a start, note in its progress.log which checkpoints it leaves aside, and return its name."""
+    """Make the folder of a start, note in its progress.log if it finds no checkpoint, and return its name."""
     homes = _start_homes(run)
     source = None if start.parent or not start.resumed else str(start.resumed)
     try:
@@ -84,9 +84,8 @@ def make_start_folder(run: RunSpec, start: NextStart) -> str:
         raise ConfigError(f"{homes[0]}: {_WRITABLE_FOLDER}, found: {error}") from error
     fresh = f"trainer.resume_mode=auto: no start of {run.recipe.run} has a checkpoint, starting from step 1"
     begins = run.verl.trainer.resume_mode == "auto" and start.resumed is None and recipe_saves_checkpoints(run)
-    for text in (fresh if begins else "", start.others):
-        if text:
-            Progress(homes[0] / name).say(f"| {text}")
+    if begins:
+        Progress(homes[0] / name).say(f"| {fresh}")
     return name
 
 

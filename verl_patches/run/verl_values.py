@@ -257,10 +257,10 @@ def _missing_key_faults(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 _ASCEND_PREFIX = "recipe.rollout.ascend."
-_NPU_KEYS = ("recipe.hccl.", _ASCEND_PREFIX, "recipe.rollout.balanced_routing", "recipe.rollout.rebalance_every")
+_NPU_KEYS = ("recipe.hccl.", _ASCEND_PREFIX, "recipe.rollout.balanced_routing")
 _GRAPH_KEYS = {
     f"{_ASCEND_PREFIX}{name}"
-    for name in ("graph_batch_sizes", "multistream_mla", "multistream_moe", "view_optimize", "kv_nz", "vllm_sleep_mode")
+    for name in ("graph_batch_sizes", "multistream_mla", "multistream_moe", "view_optimize", "kv_nz")
 }
 
 
@@ -281,19 +281,8 @@ def _contradictions(given: Mapping[str, Any]) -> list[str]:
     line, platform = given.get("recipe.line"), given.get("recipe.platform")
     if platform == "npu_emulated" and line != "a3":
         faults.append(f"recipe.platform=npu_emulated needs recipe.line=a3, found {line}")
-    if given.get("recipe.ray_port") is not None and given.get("recipe.ray_address") is not None:
-        joins = "recipe.ray_address joins one; remove one of them"
-        faults.append(f"recipe.ray_port is for a Ray that the run starts itself, but {joins}")
     if given.get("recipe.train.balanced_routing") and line != "a3":
         faults.append(f"recipe.train.balanced_routing is MindSpeed-LLM's: it needs recipe.line=a3, found {line}")
-    if (
-        given.get("recipe.rollout.rebalance_every") is not None
-        and given.get("recipe.rollout.data_parallel_size", 1) == 1
-    ):
-        key = "recipe.rollout.rebalance_every"
-        faults.append(
-            f"{key} moves requests between data-parallel ranks; recipe.rollout.data_parallel_size is 1: set {key}=null"
-        )
     for key, item in recipe_keys():
         value = given.get(key, item.default)
         if value != item.default and key.startswith(_NPU_KEYS) and platform is not None and not as_npu(platform):
