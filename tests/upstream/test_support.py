@@ -67,6 +67,7 @@ def test_a_neutral_config_and_keys_that_only_vllm_reads_are_not_refused():
     [
         (f"+{ROLLOUT}.engine_kwargs.vllm.enable_prefix_caching=false", "recipe.rollout.ascend or"),
         (f"+{ROLLOUT}.engine_kwargs.vllm.enforce_eager=true", "verl already passes this keyword"),
+        (f"+{ROLLOUT}.engine_kwargs.vllm.max_num_seq=8", "did you mean max_num_seqs"),
     ],
 )
 @pytest.mark.parametrize("line", ["pypi", "a3"])

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import functools
+import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -10,6 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 from verl_patches.errors import Check
 from verl_patches.spec import RunSpec
 from verl_patches.upstream.pins import Unsupported, load_pins
+from verl_patches.values import unknown_key
+
+_ENGINE_KEYS = "actor_rollout_ref.rollout.engine_kwargs.vllm"  # keywords of vLLM's LLM(...)
 
 
 def refused_keys(run: RunSpec) -> list[tuple[Unsupported, Any]]:
@@ -36,6 +43,27 @@ def support_checks(run: RunSpec) -> Iterator[Check]:
         text = refusal_text(entry, value, run.line)
         planned = f"a start is refused: {text}"
         yield Check(f"line {run.line}", entry.planned, planned if entry.planned else text, note=entry.planned)
+    known = vllm_arguments()
+    for keyword in OmegaConf.select(run.verl, _ENGINE_KEYS) or ():
+        if known and keyword not in known:
+            text = f"{_ENGINE_KEYS}.{keyword}: the installed vLLM has no such argument: "
+            yield Check("engine_kwargs", False, text + unknown_key(keyword, known, "remove it"))
+
+
+@functools.cache
+def vllm_arguments() -> dict[str, None]:
+    """Return the arguments of vLLM's LLM and of its EngineArgs, from the installed source; {} without vLLM."""
+    spec, names = importlib.util.find_spec("vllm"), dict[str, None]()
+    for folder in (spec and spec.submodule_search_locations) or ():
+        for file, class_name in (("engine/arg_utils.py", "EngineArgs"), ("entrypoints/llm.py", "LLM")):
+            tree = ast.parse(Path(folder, file).read_text())
+            body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
+            for node in body:
+                if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                    names[node.target.id] = None
+                elif isinstance(node, ast.FunctionDef) and node.name == "__init__":
+                    names |= dict.fromkeys(word.arg for word in node.args.args[1:])
+    return names
 
 
 def refusal_text(entry: Unsupported, value: Any, line: str) -> str:
