@@ -453,9 +453,9 @@ def _report_outcome(outcome: launcher.Outcome, run: RunSpec, as_json: bool, off:
     if as_json:
         typer.echo((outcome.folder / "summary.json").read_text())
     elif outcome.code == 0:
-        peak = outcome.peak_pss_bytes.get("total", 0) / 2**30
+        peak = outcome.peak_rss_bytes.get("total", 0) / 2**30
         typer.echo(
-            f"ok in {outcome.wall_s:.0f} s, peak memory {peak:.1f} GiB (PSS of all processes); "
+            f"ok in {outcome.wall_s:.0f} s, peak memory {peak:.1f} GiB (RSS of all processes); "
             f"results in {outcome.folder}" + (f"; {off}" if off else "")
         )
         if proof := smoke.PROOF_TEXTS.get(f"{run.line} {run.platform}"):
