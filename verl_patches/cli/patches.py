@@ -30,7 +30,6 @@ SwitchesOption = Annotated[str | None, typer.Option("--switches", help="Value us
 _NO_ROLE = "not in this catalogue"  # for a row in the record of another version
 _WRONG_STATES = frozenset({"drifted", "unsupported", "failed", "overridden"})  # states of rows that need attention
 WATCHED_HELP = "A run's folder, or the name of one in outputs/ of this repository: show what it does now."
-WATCH_HELP = "Refresh until the run ends; Ctrl-C ends only the display."
 RUN_HELP = "A run's folder, or the name of one in outputs/ of this repository: show the recorded states of its rows."
 
 
@@ -59,7 +58,6 @@ def current_switches(switches: str | None) -> Switches:
 def status_command(
     watched: Annotated[Path | None, typer.Argument(metavar="[RUN]", help=WATCHED_HELP)] = None,
     run: Annotated[Path | None, typer.Option("--run", help=RUN_HELP)] = None,
-    watch: Annotated[bool, typer.Option("--watch", help=WATCH_HELP)] = False,
     switches: SwitchesOption = None,
     as_json: Json = False,
 ) -> None:
@@ -67,14 +65,12 @@ def status_command(
 
     Without a run no row is applied: it is "waiting" if a run with these switches would apply it, else "off".
     """
-    if watch and (watched is None or as_json):
-        raise ConfigError("status: --watch needs a RUN, such as `status smoke --watch`, and cannot print --json")
     if watched is not None:
         if run is not None or switches is not None:
             raise ConfigError(
                 f"status: expected RUN ({watched}) alone for its progress, or --run RUN for its rows, or --switches"
             )
-        print_run_state(watched, watch, as_json)
+        print_run_state(watched, as_json)
     if run is not None:
         _print_recorded_rows(run, as_json)
     engine = build_engine(switches)
