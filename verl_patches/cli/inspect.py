@@ -13,29 +13,30 @@ from omegaconf import OmegaConf
 
 from verl_patches.cli.output import Json, console, print_json, print_table, print_text
 from verl_patches.cli.run import ConfigName, Overrides, Upstream, VerlPath, compose_run
-from verl_patches.errors import ConfigError, RecipeError, require_checks
+from verl_patches.errors import ConfigError, RecipeError, our_command, require_checks
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout, parse_layout
 from verl_patches.model.mindspeed.arguments import Setting, engine_settings
 from verl_patches.patching.boot.install_prelude import LINE_NUMBER_NOTE
-from verl_patches.reshard.check import check_plan, figures, tensor_path
+from verl_patches.reshard import check
 from verl_patches.reshard.plan import plan_reshard
 from verl_patches.rewards.parts import REWARD_PREFIX
 from verl_patches.run.compose import output_root
 from verl_patches.run.files import hook_checks
-from verl_patches.run.record import compare, report
+from verl_patches.run.record import compare
 from verl_patches.run.record.curves import METRICS, Curves, read_curves
+from verl_patches.run.record.record import read_summary
+from verl_patches.run.record.report import figures
 from verl_patches.run.resolve import CONFIGS_DIR
 from verl_patches.spec import RunSpec
 from verl_patches.step.replay.recording import TEXT_COLUMNS
 from verl_patches.tools.data.samples import read_samples
 from verl_patches.upstream.checkouts import GIT_LINE, compare_verl_version, find_trees
-from verl_patches.values import printable
 from verl_patches.weights.run_folders import find_start
 
 GB = 1e9
 DEFAULT_MODEL = CONFIGS_DIR / "model" / "deepseekv3_671b.json"
-RUNS_HELP = "Folders of runs, or their names in outputs/ of this repository; the others are compared with the first."
+RUNS_HELP = "Folders of runs, or their names in outputs/ of this repository."
 TRAIN_HELP = 'Training layout, such as "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7".'
 EXPLAIN_HELP = "Print the arguments of MindSpeed that each key sets (line a3)."
 ROLLOUT_HELP = 'Rollout layout, such as "tp2 ep128 etp1 @256": 2 instances of 128 ranks.'
@@ -44,7 +45,6 @@ CURVES_HELP = "A run, or a TensorBoard folder, JSON lines, CSV or a console log 
 METRIC_HELP = f"Compare only this metric: {', '.join(METRICS)}, or a name of the sources; can be repeated."
 LIMIT_HELP = "METRIC=VALUE: largest error allowed; default: reward=0.04, or without rewards loss=0.02."
 FORMULA_HELP = f"The error: {', '.join(f'{name}, the {text}' for name, text in compare.FORMULAS.items())}."
-BASELINE_HELP = "A file of curves: with --write A's are written to it, else A is compared with it."
 
 
 def config_command(
@@ -122,14 +122,14 @@ def reshard_plan_command(
     plan = plan_reshard(build_inventory(model), *layouts, train_library="mindspeed", rollout_library="vllm-ascend")
     seconds = time.perf_counter() - start
     if param is not None and rank is not None:
-        path = tensor_path(plan, param, rank)
+        path = check.tensor_path(plan, param, rank)
         if as_json:
             print_json(path)
         else:
             _print_path(path)
         return
-    check_plan(plan)
-    result = {**figures(plan), "proven": True, "planning_s": round(seconds, 2)}
+    check.check_plan(plan)
+    result = {**check.figures(plan), "proven": True, "planning_s": round(seconds, 2)}
     if as_json:
         print_json(result)
     else:
@@ -198,42 +198,30 @@ def _ranks_text(ranks: list[int]) -> str:
 
 
 def report_command(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN [RUN ...]", help=RUNS_HELP)],
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Default: report.md in the last RUN.")] = None,
-    as_json: Json = False,
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN [RUN ...]", help=RUNS_HELP)], as_json: Json = False
 ) -> None:
-    """Show the figures of recorded runs side by side, as a table and as Markdown."""
-    folders = [find_start(run, output_root()) for run in runs]
-    path = output or folders[-1] / "report.md"
-    if path.suffix == ".png" or path.is_dir():
-        raise ConfigError(f"report: {path}: expected a Markdown file, found a folder or a .png; give --output FILE.md")
-    summaries = [report.read_run(folder) for folder in folders]
-    rows, names = report.compare_figures(summaries), report.run_names(summaries)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        run_pictures = ("training.png", "memory.png") if len(summaries) == 1 else ()
-        pictures = [name for name in run_pictures if (path.parent / name).is_file()]
-        path.write_text(report.markdown(summaries, rows, pictures))
-    except OSError as error:
-        raise ConfigError(f"report: {path} cannot be written: {error}; give another file with --output") from error
+    """Show medians and other figures of recorded runs, side by side."""
+    summaries = {}
+    for run in runs:
+        folder = find_start(run, output_root())
+        summaries[str(run)] = summary = read_summary(folder)
+        if not summary.get("steps"):
+            raise RecipeError(f"{folder} has no finished step to report; `{our_command('status', str(run))}` says why")
+    found = {name: figures(summary) for name, summary in summaries.items()}
     if as_json:
-        print_json(
-            {"runs": [*map(report.facts, summaries)], "figures": rows, "report": str(path), "pictures": pictures}
-        )
+        print_json(found)
         return
-    columns, *cells = report.table_lines(rows, names)
-    print_table(", ".join(names), columns, cells)
-    for name, summary in zip(names, summaries, strict=True):
-        if seams := report.resumed_text(summary["steps"]):
-            typer.echo(printable(f"{name}: resumed {seams}"))
-    typer.echo(printable(f"report: {path}"))
+    rows = []
+    for name in dict.fromkeys(name for each in found.values() for name in each):
+        values = [each.get(name) for each in found.values()]
+        if any(value is not None for value in values):
+            rows.append((name, *("-" if value is None else f"{value:.4g}" for value in values)))
+    print_table("medians without the first step, unless a name says otherwise", ("figure", *found), rows)
 
 
 def compare_command(
     a: Annotated[Path, typer.Argument(metavar="A", help=CURVES_HELP)],
-    b: Annotated[Path | None, typer.Argument(metavar="B", help="The reference, as A.", show_default=False)] = None,
-    baseline: Annotated[Path | None, typer.Option(metavar="FILE.json", help=BASELINE_HELP)] = None,
-    write: Annotated[bool, typer.Option("--write", help="Write the curves of A to --baseline.")] = False,
+    b: Annotated[Path, typer.Argument(metavar="B", help="The reference, as A.")],
     metric: Annotated[list[str] | None, typer.Option(help=METRIC_HELP)] = None,
     limit: Annotated[list[str] | None, typer.Option(help=LIMIT_HELP)] = None,
     formula: Annotated[str, typer.Option(help=FORMULA_HELP)] = "absolute",
@@ -243,37 +231,22 @@ def compare_command(
 
     The exit code is 1 if an error exceeds its limit.
     """
-    if (b is None) == (baseline is None) or (write and baseline is None):
-        raise ConfigError("compare: expected A and B, or A and --baseline FILE.json (--write makes that file from A)")
     if formula not in compare.FORMULAS:
         raise ConfigError(f"compare: --formula {formula}: expected {' or '.join(compare.FORMULAS)}")
-    if write and formula != "absolute":
-        raise ConfigError("compare: --formula has no effect with --write, which compares nothing; leave it out")
     limits = dict(map(_parse_limit, limit or ())) or None
     metrics = {name: METRICS.get(name, (name,)) for name in [*(metric or METRICS), *(limits or ())]}
-    curves_a = read_curves(a, output_root(), metrics)
-    if write and baseline is not None:
-        compare.write_baseline(baseline, curves_a)
-        steps = {name: len(of) for name, of in curves_a.values.items()}
-        result: dict[str, Any] = {"baseline": str(baseline), "of": curves_a.name, "steps": steps}
-        if as_json:
-            print_json(result)
-        else:
-            counts = ", ".join(f"{count} steps of {name}" for name, count in steps.items())
-            print_text(f"baseline: {baseline}: {counts}")
-        return
-    if baseline is not None and not baseline.exists():
-        raise ConfigError(f"compare: --baseline {baseline}: no such file; add --write to make it from {a}")
-    other = b or baseline
-    assert other is not None  # one of them is given
-    curves_b = read_curves(other, output_root(), metrics)
+    curves_a, curves_b = (read_curves(given, output_root(), metrics) for given in (a, b))
     errors = compare.curve_errors(curves_a, curves_b)
     limits = limits or compare.limits_for(errors)
     checks = compare.limit_checks(errors, limits, formula)
     ok = all(check.ok for check in checks)
     if as_json:
-        result = {name: {"name": of.name, "kind": of.kind} for name, of in (("a", curves_a), ("b", curves_b))}
+        result: dict[str, Any] = {
+            name: {"name": of.name, "kind": of.kind} for name, of in (("a", curves_a), ("b", curves_b))
+        }
         result |= {"formula": formula, "rule": compare.FORMULAS[formula], "limits": limits}
+        for name, of in (("a", curves_a), ("b", curves_b)):
+            result[name] = {"name": of.name, "kind": of.kind}
         result["errors"] = [error.as_dict() for error in errors]
         print_json({**result, "checks": [vars(check) for check in checks], "ok": ok})
     else:

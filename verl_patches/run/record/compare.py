@@ -13,16 +13,13 @@ before `b` fails.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from verl_patches.errors import Check, ConfigError, RecipeError, either
+from verl_patches.errors import Check, ConfigError, either
 from verl_patches.run.record.curves import JUDGED_METRICS, LOSSES_OF_POLICY, Curves
-from verl_patches.shared_files import disk_errors, write_whole
 
 FORMULAS = {"absolute": "mean of |a - b|", "relative": "mean of |a - b| / |b|"}
 LIMITS = {"loss": 0.02, "reward": 0.04}
@@ -148,16 +145,3 @@ def _limit_check(error: Error, limit: float, formula: str) -> Check:
 def percent(value: float | None) -> str:
     """Return a fraction in percent, with three digits."""
     return "-" if value is None or math.isinf(value) else f"{100 * value:.3g} %"
-
-
-def write_baseline(path: Path, curves: Curves) -> None:
-    """Write curves as JSON lines, one a step; raise RecipeError for a value that is not finite, and for a full disk."""
-    rows: dict[int, dict[str, float]] = {}
-    for metric, values in curves.values.items():
-        for step, value in values.items():
-            if not math.isfinite(value):
-                raise RecipeError(f"{curves.name}: {metric} is {value} at step {step}; expected finite numbers")
-            rows.setdefault(step, {"step": step})[curves.names[metric]] = value
-    with disk_errors(path, "Free some, or name another file"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, "".join(json.dumps(rows[step]) + "\n" for step in sorted(rows)))
