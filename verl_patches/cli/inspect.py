@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from omegaconf import OmegaConf
 
-from verl_patches.cli.output import Json, console, print_json, print_table, print_text
+from verl_patches.cli.output import Json, console, print_data, print_json, print_table, print_text
 from verl_patches.cli.run import ConfigName, Overrides, Upstream, VerlPath, compose_run
 from verl_patches.errors import ConfigError, RecipeError, our_command, require_checks
 from verl_patches.layout.inventory import build_inventory
@@ -34,7 +34,6 @@ from verl_patches.tools.data.samples import read_samples
 from verl_patches.upstream.checkouts import GIT_LINE, compare_verl_version, find_trees
 from verl_patches.weights.run_folders import find_start
 
-GB = 1e9
 DEFAULT_MODEL = CONFIGS_DIR / "model" / "deepseekv3_671b.json"
 RUNS_HELP = "Folders of runs, or their names in outputs/ of this repository."
 TRAIN_HELP = 'Training layout, such as "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7".'
@@ -122,18 +121,14 @@ def reshard_plan_command(
     plan = plan_reshard(build_inventory(model), *layouts, train_library="mindspeed", rollout_library="vllm-ascend")
     seconds = time.perf_counter() - start
     if param is not None and rank is not None:
-        path = check.tensor_path(plan, param, rank)
-        if as_json:
-            print_json(path)
-        else:
-            _print_path(path)
-        return
-    check.check_plan(plan)
-    result = {**check.figures(plan), "proven": True, "planning_s": round(seconds, 2)}
-    if as_json:
-        print_json(result)
+        found = check.tensor_path(plan, param, rank)
     else:
-        _print_figures(result)
+        check.check_plan(plan)  # every rollout element is written exactly once, from its own training element
+        found = {**check.figures(plan), "proven": True, "planning_s": round(seconds, 2)}
+    if as_json:
+        print_json(found)
+    else:
+        print_data(found, f"{train} to {rollout}")
 
 
 def _parse_layout_option(option: str, text: str) -> ParallelLayout:
@@ -141,60 +136,6 @@ def _parse_layout_option(option: str, text: str) -> ParallelLayout:
         return parse_layout(text)
     except ConfigError as error:
         raise ConfigError(f'reshard-plan: {option} "{text}": {error} (etp defaults to tp)') from error
-
-
-def _print_figures(plan: dict[str, Any]) -> None:
-    title = f"{plan['train']} ({plan['train_library']}) to {plan['rollout']} ({plan['rollout_library']})"
-    rows = []
-    for stage in plan["stages"]:
-        counts = (str(stage[key]) for key in ("stage", "ranks", "layers"))
-        sent, received = _spread_text(stage["sent_bytes"]), _spread_text(stage["received_bytes"])
-        rows.append((*counts, sent, f"{stage['imbalance']:.3f}", received))
-    print_table(title, ("stage", "ranks", "layers", "sends, GB a rank", "max / mean", "receives, GB a rank"), rows)
-    near = plan["nearness_bytes"]
-    total = sum(near.values()) or 1
-    peak, bound = plan["peak_extra_bytes"] / GB, 4 * plan["bucket_bytes"] / GB
-    lines = [
-        ("must arrive, GB a rank", _spread_text(plan["must_arrive_bytes"]), ""),
-        ("received / bound", f"{plan['received_over_bound']:.4f}", "1"),
-        ("kept on the rank, GB", _spread_text(plan["kept_bytes"]), ""),
-        ("sent, max / mean over all ranks", f"{plan['imbalance']:.3f}", f"{plan['imbalance_bound']:.3f}"),
-        ("collectives", str(plan["collectives"]), str(plan["collectives_bound"])),
-        ("peak extra bytes (4 wire buffers), GB", f"{peak:.2f}", f"at most {bound:.2f}"),
-        (
-            "received from the same card / the same node / other nodes",
-            ", ".join(f"{100 * n / total:.1f}%" for n in near.values()),
-            "",
-        ),
-        ("planning, s", str(plan["planning_s"]), ""),
-        ("digest", plan["digest"][:16], ""),
-    ]
-    print_table("whole sync", ("figure", "value", "bound"), lines)
-    typer.echo("verified: every rollout element is written exactly once, from its own training element")
-
-
-def _spread_text(spread: dict[str, float]) -> str:
-    low, mean, high = (f"{spread[key] / GB:.2f}" for key in ("min", "mean", "max"))
-    return mean if low == high else f"{mean} ({low} to {high})"
-
-
-def _print_path(path: dict[str, Any]) -> None:
-    typer.echo(f"{path['parameter']} {path['shape']} {path['dtype']}")
-    typer.echo(f"rank {path['rank']} holds in training: {path['holds_in_training'] or 'nothing'}")
-    typer.echo(f"rank {path['rank']} needs in rollout: {path['needs_in_rollout'] or 'nothing'}")
-    holders = [(h["region"], _ranks_text(h["holders"]), f"{h['needed_by']} ranks") for h in path["holders"]]
-    print_table("holders", ("region", "held in training by ranks", "needed in rollout by"), holders)
-    keys = ("region", "what", "peer", "stage", "nearness", "bucket")
-    rows = []
-    for step in path["steps"]:
-        texts = ["" if step[key] is None else str(step[key]) for key in keys]
-        rows.append((*texts, f"{step['bytes']:,}"))
-    columns = ("region", "what", "peer", "its stage", "where", "bucket", "bytes")
-    print_table(f"steps on rank {path['rank']}", columns, rows)
-
-
-def _ranks_text(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks)) if len(ranks) <= 12 else f"{len(ranks)} ranks, {ranks[0]} to {ranks[-1]}"
 
 
 def report_command(
