@@ -24,7 +24,6 @@ def test_train_has_the_keys_and_defaults_of_the_engine_table():
             r"recipe\.rolout\.data_parallel_size; did you mean recipe\.rollout\.data_parallel_size",
         ),
         ({"run": "../up"}, "recipe.run"),
-        ({"ray_port": 7000, "ray_address": "auto"}, "ray_address"),
         ({"platform": "cpu", "rollout": {"balanced_routing": True}}, "balanced_routing.*recipe.platform=npu"),
         ({"line": "pypi", "train": {"balanced_routing": True}}, "balanced_routing.*recipe.line=a3"),
         ({"rollout": {"ascend": {"multistream_moe": True}}}, "multistream_moe is True"),

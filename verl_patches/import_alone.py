@@ -38,7 +38,7 @@ NO_LAUNCHER_WARNING = (
     "model folder and memory plan are not checked, memory and time are not monitored, {record}"
 )
 _LAUNCHER_KEYS = (
-    "hccl.buffer_mib hccl.expansion_mode hccl.base_port timeouts ray_address ray_port worker_process_setup_hook "
+    "hccl.buffer_mib hccl.expansion_mode hccl.base_port timeouts ray_address worker_process_setup_hook "
     "model_shape num_hidden_layers trust_remote_code watch restart start"
 ).split()
 _FIXED_ROUTE_VARIABLE = "VLLM_ENABLE_FIX_ROUTE"  # vllm-ascend reads it (run/environment.py)

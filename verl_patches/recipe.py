@@ -25,7 +25,6 @@ from verl_patches.values import (
     Name,
     Natural,
     NotNegative,
-    Port,
     Positive,
     RayAddress,
     Share,
@@ -447,7 +446,6 @@ class Recipe:
     ray_address: null starts a Ray on this machine; "auto" or HOST:PORT joins a running one.
     worker_process_setup_hook: a "package.module.function" that every Ray worker calls after the prelude and
     before Ray gives it a die. On npu it must not import torch_npu.
-    ray_port: port of the Ray that the run starts; null: any free one.
     expert_load: count the tokens of each expert; every step records max / mean, in training and in rollout on npu.
     model_shape: HF config.json from which the plan reads sizes, relative to the configs folder.
     trust_remote_code: run the Python code of a tokenizer that is code in the model's folder (Moonlight, Kimi-K2), in
@@ -473,7 +471,6 @@ class Recipe:
     dtype: Annotated[str, choices(*VLLM_DTYPES)] = "bf16"
     ray_address: RayAddress | None = None
     worker_process_setup_hook: Dotted | None = None
-    ray_port: Port | None = None
     expert_load: bool = False
     model_shape: str = "model/deepseekv3_671b.json"
     trust_remote_code: bool = False

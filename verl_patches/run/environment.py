@@ -181,8 +181,6 @@ def _driver_variables(run: RunSpec, temp_dir: str | None) -> dict[str, tuple[str
         variables["XDG_CACHE_HOME"] = (f"{temp}/cache", "caches of datasets and torch; the home folder is not writable")
     if recipe.platform == "npu" and (libraries := ld_preload(os.environ)):
         variables["LD_PRELOAD"] = (libraries, "jemalloc, which gives host memory back to the system")
-    if recipe.ray_port is not None:
-        variables["RAY_GCS_SERVER_PORT"] = (str(recipe.ray_port), "recipe.ray_port")
     return {name: (*entry, "driver") for name, entry in variables.items()}
 
 

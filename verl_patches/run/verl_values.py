@@ -228,9 +228,6 @@ def _contradictions(given: Mapping[str, Any]) -> list[str]:
     line, platform = given.get("recipe.line"), given.get("recipe.platform")
     if platform == "npu_emulated" and line != "a3":
         faults.append(f"recipe.platform=npu_emulated needs recipe.line=a3, found {line}")
-    if given.get("recipe.ray_port") is not None and given.get("recipe.ray_address") is not None:
-        joins = "recipe.ray_address joins one; remove one of them"
-        faults.append(f"recipe.ray_port is for a Ray that the run starts itself, but {joins}")
     if given.get("recipe.train.balanced_routing") and line != "a3":
         faults.append(f"recipe.train.balanced_routing is MindSpeed-LLM's: it needs recipe.line=a3, found {line}")
     if (

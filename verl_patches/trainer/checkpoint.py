@@ -79,7 +79,7 @@ _POLL_S, _GRACE_S = (0.1, 5.0), 30.0  # seconds between looks for all ranks' fil
 _SAID_S = 60.0  # between lines about a checkpoint that the run waits for; recipe.timeouts.quiet_s needs output
 _WAIT_SHARE = 0.6  # must be below launch/supervise/stall.py's WAIT_SHARE
 # keys of recipe that do not change the result of a step
-_UNCOMPARED_KEYS = ("run", "start", "output_root", "timeouts", "ray_address", "ray_port", "memory", "resume_other_data")
+_UNCOMPARED_KEYS = ("run", "start", "output_root", "timeouts", "ray_address", "memory", "resume_other_data")
 
 
 class Checkpoints:
