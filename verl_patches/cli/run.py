@@ -44,7 +44,6 @@ from verl_patches.run import run_folder
 from verl_patches.run.compose import compose, output_root, override_keys
 from verl_patches.run.files import disk_checks, with_required_files
 from verl_patches.run.record.loggers import require_loggers
-from verl_patches.run.record.plots import plan_figure, save_figure
 from verl_patches.run.record.record import SUMMARY_FILE, read_object, read_summary
 from verl_patches.run.resolve import LayoutError
 from verl_patches.spec import RunSpec, Trees
@@ -83,7 +82,6 @@ DISK_HELP = (
     "GB/s of the file system with weights and checkpoints, over all nodes, or a run: that of its slowest save; "
     f"default: measured, or {DISK_GB_S:g}."
 )
-PLOT_HELP = "Draw the memory of the fullest die over the phases of a step."
 WHOLE_HELP = "Print every check, rank, patch row, environment variable and command of the plan too."
 Whole = Annotated[bool, typer.Option("--all", help=WHOLE_HELP)]
 SYNC_HELP = "Backend by which DP ranks synchronise in a decode step: hccl or gloo."
@@ -223,7 +221,6 @@ def plan_command(
     measured: Annotated[Path | None, typer.Option(metavar="FILE", help=MEASURED_HELP)] = None,
     verl_path: VerlPath = None,
     upstream: Upstream = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help=PLOT_HELP)] = None,
     whole: Whole = False,
     as_json: Json = False,
 ) -> None:
@@ -243,10 +240,10 @@ def plan_command(
         workload = replace(workload, expert_load=str(expert_load), loads=_expert_loads(expert_load))
     if dies is not None and not searched:
         raise ConfigError(f"--dies {dies} needs --search; a plan has trainer.nnodes x trainer.n_gpus_per_node dies")
-    if searched and (whole or plot):
-        raise ConfigError("--search lists layouts: expected neither --all nor --plot with it")
+    if searched and whole:
+        raise ConfigError("--search lists layouts: expected no --all with it")
     if not searched:
-        report_plan(config_name, overrides, trees, workload, as_json, whole, plot)
+        report_plan(config_name, overrides, trees, workload, as_json, whole)
     answer = search_layouts(config_name, overrides, trees, dies, workload, top)
     if as_json:
         print_json(answer)
@@ -277,13 +274,7 @@ def check_switches(run: RunSpec) -> None:
 
 
 def report_plan(
-    config_name: str,
-    overrides: Sequence[str],
-    trees: Trees,
-    workload: Workload,
-    as_json: bool,
-    whole: bool = False,
-    plot: Path | None = None,
+    config_name: str, overrides: Sequence[str], trees: Trees, workload: Workload, as_json: bool, whole: bool = False
 ) -> NoReturn:
     """Print the plan of a run on one screen, whole or as JSON; exit with 0, or 1 if a check failed."""
     try:
@@ -294,10 +285,6 @@ def report_plan(
         plan = build_plan(run, RULES.checks(run), config_name, overrides, rows, workload, other)
     except LayoutError as error:
         run, plan = None, plan_without_layout(error, config_name, trees, overrides, workload)
-    if plot is not None:
-        if not plan["memory"]:
-            raise ConfigError(f"--plot {plot}: {plan['verdict']}, so that there is no memory to draw")
-        save_figure(plan_figure(plan["config"], plan["memory"]), plot)
     if as_json:
         print_json(plan)
     else:
