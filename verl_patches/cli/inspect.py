@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from omegaconf import OmegaConf
 
-from verl_patches.cli.output import Json, console, print_data, print_json, print_table, print_text
+from verl_patches.cli.output import Json, print_data, print_json, print_table, print_text
 from verl_patches.cli.run import ConfigName, Overrides, Upstream, VerlPath, compose_run
 from verl_patches.errors import ConfigError, RecipeError, our_command, require_checks
 from verl_patches.layout.inventory import build_inventory
@@ -43,7 +42,6 @@ ROLLOUT_HELP = 'Rollout layout, such as "tp2 ep128 etp1 @256": 2 instances of 12
 CURVES_HELP = "A run, or a TensorBoard folder, JSON lines, CSV or a console log of any framework."
 METRIC_HELP = f"Compare only this metric: {', '.join(METRICS)}, or a name of the sources; can be repeated."
 LIMIT_HELP = "METRIC=VALUE: largest error allowed; default: reward=0.04, or without rewards loss=0.02."
-FORMULA_HELP = f"The error: {', '.join(f'{name}, the {text}' for name, text in compare.FORMULAS.items())}."
 
 
 def config_command(
@@ -165,27 +163,24 @@ def compare_command(
     b: Annotated[Path, typer.Argument(metavar="B", help="The reference, as A.")],
     metric: Annotated[list[str] | None, typer.Option(help=METRIC_HELP)] = None,
     limit: Annotated[list[str] | None, typer.Option(help=LIMIT_HELP)] = None,
-    formula: Annotated[str, typer.Option(help=FORMULA_HELP)] = "absolute",
     as_json: Json = False,
 ) -> None:
     """Compare A's training curves with B's by the mean errors of the Ascend pages of verl and OpenRLHF.
 
     The exit code is 1 if an error exceeds its limit.
     """
-    if formula not in compare.FORMULAS:
-        raise ConfigError(f"compare: --formula {formula}: expected {' or '.join(compare.FORMULAS)}")
     limits = dict(map(_parse_limit, limit or ())) or None
     metrics = {name: METRICS.get(name, (name,)) for name in [*(metric or METRICS), *(limits or ())]}
     curves_a, curves_b = (read_curves(given, output_root(), metrics) for given in (a, b))
     errors = compare.curve_errors(curves_a, curves_b)
     limits = limits or compare.limits_for(errors)
-    checks = compare.limit_checks(errors, limits, formula)
+    checks = compare.limit_checks(errors, limits)
     ok = all(check.ok for check in checks)
     if as_json:
         result: dict[str, Any] = {
             name: {"name": of.name, "kind": of.kind} for name, of in (("a", curves_a), ("b", curves_b))
         }
-        result |= {"formula": formula, "rule": compare.FORMULAS[formula], "limits": limits}
+        result |= {"rule": compare.RULE, "limits": limits}
         for name, of in (("a", curves_a), ("b", curves_b)):
             result[name] = {"name": of.name, "kind": of.kind}
         result["errors"] = [error.as_dict() for error in errors]
@@ -228,7 +223,7 @@ def samples_command(
     grep: Annotated[str | None, typer.Option(metavar="TEXT", help="Only where prompt or response has TEXT.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Show the responses of a step with their rewards; in a terminal one at a time."""
+    """Show the responses of a step with their rewards."""
     if best and worst:
         raise ConfigError("samples: expected --best or --worst, found both; leave out one")
     every = read_samples(find_start(run, output_root()), step)
@@ -238,15 +233,10 @@ def samples_command(
     if as_json:
         print_json(listed := [*shown])
         raise typer.Exit(0 if listed else 1)
-    count, paged = 0, console().is_terminal and sys.stdin.isatty()
-    for count, one in enumerate(shown, 1):
-        if paged and count > 1 and input("Enter: the next one, q: end ") == "q":
-            break
-        if paged:
-            console().clear()
-        _print_sample(one)
-    if not count:
+    if not (listed := [*shown]):
         raise RecipeError(f"samples: {run}: no response of the step is as the options say; leave out one of them")
+    for one in listed:
+        _print_sample(one)
 
 
 def _print_sample(sample: dict[str, Any]) -> None:

@@ -5,10 +5,9 @@ The rule is that of verl's and OpenRLHF's pages for Ascend, where a is the NPU's
     mean error = sum_i |a_i - b_i| / N x 100 %
 
 OpenRLHF asks for less than 2 % of loss and reward; verl for at most 2 % of the loss of supervised training and at most
-4 % of the reward in reinforcement learning, which are LIMITS. The pages write the absolute error; the relative one,
-sum_i |a_i - b_i| / |b_i| / N, is given beside it, and judges with formula="relative". Where both curves have a reward,
-it is judged; the loss of a policy is only shown, because it is about 0 whatever the model learns. An `a` that ends
-before `b` fails.
+4 % of the reward in reinforcement learning, which are LIMITS. The pages write the absolute error, which is judged; the
+relative one, sum_i |a_i - b_i| / |b_i| / N, is given beside it. Where both curves have a reward, it is judged; the loss
+of a policy is only shown, because it is about 0 whatever the model learns. An `a` that ends before `b` fails.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any
 from verl_patches.errors import Check, ConfigError, either
 from verl_patches.run.record.curves import JUDGED_METRICS, LOSSES_OF_POLICY, Curves
 
-FORMULAS = {"absolute": "mean of |a - b|", "relative": "mean of |a - b| / |b|"}
+RULE = "mean of |a - b|"
 LIMITS = {"loss": 0.02, "reward": 0.04}
 _ROUNDING = 1e-9  # relative: an error that exceeds the limit only in its last bits passes
 
@@ -114,7 +113,7 @@ def limits_for(errors: Sequence[Error]) -> dict[str, float]:
     )
 
 
-def limit_checks(errors: Sequence[Error], limits: Mapping[str, float], formula: str = "absolute") -> list[Check]:
+def limit_checks(errors: Sequence[Error], limits: Mapping[str, float]) -> list[Check]:
     """Return a Check for each metric of `limits`, {metric: largest error, a fraction}.
 
     A metric with a value that is not finite fails. Raise ConfigError where a metric of `limits` is not among `errors`.
@@ -125,12 +124,12 @@ def limit_checks(errors: Sequence[Error], limits: Mapping[str, float], formula: 
             f"compare: expected {' and '.join(missing)} in both at common steps, found {', '.join(found)}; give "
             "another --limit"
         )
-    return [_limit_check(found[metric], limit, formula) for metric, limit in limits.items()]
+    return [_limit_check(found[metric], limit) for metric, limit in limits.items()]
 
 
-def _limit_check(error: Error, limit: float, formula: str) -> Check:
-    value = error.relative if formula == "relative" else error.absolute
-    over = f"{FORMULAS[formula]} over {error.steps} common steps ({error.first} to {error.last})"
+def _limit_check(error: Error, limit: float) -> Check:
+    value = error.absolute
+    over = f"{RULE} over {error.steps} common steps ({error.first} to {error.last})"
     if error.ends[0] < error.ends[1]:
         return Check(error.metric, False, f"{over}: expected a to reach step {error.ends[1]}, found {error.ends[0]}")
     if error.not_finite is not None:
