@@ -125,19 +125,20 @@ def progress_bar(what: str, total: int | None, unit: str = "B") -> Iterator[Call
 
 def print_screen(plan: Mapping[str, Any], run: RunSpec | None) -> None:
     """Print a plan in at most 40 lines of SCREEN_COLUMNS and the next command; `run` is None where it has no layout."""
+    columns = min(SCREEN_COLUMNS, console().width)
     title = plan["config"]
     if run is not None:
         nodes = f"{run.world_size} ranks on {run.verl.trainer.nnodes} node(s)"
         title += f": {nodes}; line {run.line}, platform {run.platform}, level {run.recipe.level}"
     print_text(title, "bold")
-    print_text(textwrap.fill(plan["verdict"], SCREEN_COLUMNS), "bold green" if plan["ok"] else "bold red")
+    print_text(textwrap.fill(plan["verdict"], columns), "bold green" if plan["ok"] else "bold red")
     for label, text, lines in _screen_rows(plan):
-        wrapper = textwrap.TextWrapper(SCREEN_COLUMNS, subsequent_indent=" " * _LABEL, break_on_hyphens=False)
+        wrapper = textwrap.TextWrapper(columns, subsequent_indent=" " * _LABEL, break_on_hyphens=False)
         wrapper.max_lines, wrapper.placeholder = lines, " ... (--all)"
         print_text(wrapper.fill(f"{label:<{_LABEL}}{text}"), "red" if label == "FAILED" else "")
     for way in plan["next"][:1]:
         print_text(f"next (1 of {len(plan['next'])}), {way['what']}:", "bold")
-        print_command(way["command"], SCREEN_COLUMNS)
+        print_command(way["command"], columns)
     print_text("--all prints every check, rank, row, variable and command; --json all of it as data")
 
 

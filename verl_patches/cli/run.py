@@ -68,23 +68,18 @@ WIDE_HELP = "Show all columns of the step table: also the other phases, the weig
 Wide = Annotated[bool, typer.Option("--wide", help=WIDE_HELP)]
 EMULATE_HELP = "Platform npu_emulated: vLLM's engine V1 with vllm-ascend, on an emulated device."
 Upstream = Annotated[Path | None, typer.Option("--upstream", help=UPSTREAM_HELP)]
-SEARCH_HELP = (
-    "List the fastest layouts for the config's model and batch on --dies; on Atlas A2 those with least traffic."
-)
-DIES_HELP = "With --search: dies in whole nodes, up to 1024; default: the config's."
+SEARCH_HELP = "List the fastest layouts on --dies (on Atlas A2 by traffic)."
+DIES_HELP = "With --search: dies; default: the config's."
 TOP_HELP = "With --search: number of layouts."
-PROMPT_HELP = "Mean tokens of a prompt; default: the published run's."
-RESPONSE_HELP = "Mean tokens of responses that end by themselves, before truncation."
-LENGTHS_HELP = "A run whose recorded response lengths replace the assumed ones."
-LOAD_HELP = "A run with recipe.expert_load=true, whose measured load of experts replaces an even one."
-MEASURED_HELP = "measured.json of a bring-up, whose figures replace quoted and assumed ones."
-DISK_HELP = (
-    "GB/s of the file system with weights and checkpoints, over all nodes, or a run: that of its slowest save; "
-    f"default: measured, or {DISK_GB_S:g}."
-)
-WHOLE_HELP = "Print every check, rank, patch row, environment variable and command of the plan too."
+PROMPT_HELP = "Mean tokens of a prompt."
+RESPONSE_HELP = "Mean tokens of responses before truncation."
+LENGTHS_HELP = "A run whose recorded lengths are used."
+LOAD_HELP = "A run whose measured load of experts is used."
+MEASURED_HELP = "measured.json of a bring-up."
+DISK_HELP = f"GB/s of the shared disks ({DISK_GB_S:g}), or a run that saved."
+WHOLE_HELP = "Print every check, row, variable and command too."
 Whole = Annotated[bool, typer.Option("--all", help=WHOLE_HELP)]
-SYNC_HELP = "Backend by which DP ranks synchronise in a decode step: hccl or gloo."
+SYNC_HELP = "Backend of the DP ranks of vLLM: hccl or gloo."
 
 
 def _refuse_old_layout(value: str | None) -> None:
