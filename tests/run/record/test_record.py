@@ -36,15 +36,6 @@ def test_a_damaged_file_is_one_sentence(call, tmp_path, content):
     assert code == 2 and not out and err.startswith("verl_patches: ") and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("content", [{"exit": None}, {"steps": [{"loss": 1}]}])
-def test_the_summary_of_another_program_is_one_sentence_also_where_a_later_start_reads_it(call, tmp_path, content):
-    folder = write_start(tmp_path / "r", content)
-    later = write_start(tmp_path / "r", run_summary(), parent=("0001", 1))
-    for given in (folder, later):
-        code, out, err = call(["report", str(given)])
-        assert code == 2 and not out and err.startswith(f"verl_patches: {folder}/summary.json: expected the record")
-
-
 def test_texts_of_a_run_are_shown_as_text(call, tmp_path):
     """Check Rich's markup, and escapes of a terminal."""
     folder = write_start(tmp_path / "r", run_summary(r"a[red]$\frac|b", exit=HOSTILE))
