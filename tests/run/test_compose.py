@@ -136,17 +136,6 @@ def test_a_damaged_file_is_refused_by_name_and_line(configs, name):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("name", "old", "new", "words"), [
-    ("deepseekv3_tiny_cpu", b"defaults: [", b"defaults: [deepseekv3_tiny_cpu, ", "its defaults include the file"),
-    ("algo/grpo", b"\n", b" caf\xe9\n", "'utf-8' codec can't decode"),
-])  # fmt: skip
-def test_a_file_that_includes_itself_or_is_not_in_utf_8_is_refused_by_name(configs, name, old, new, words):
-    file = configs / f"{name}.yaml"
-    file.write_bytes(file.read_bytes().replace(old, new, 1))
-    with pytest.raises(ConfigError, match=f"^{file}.*: .*{words}"):
-        compose_config(TINY)
-
-
 def test_a_key_of_ours_that_verl_does_not_have_is_refused(configs):
     text = (configs / "deepseekv3_tiny.yaml").read_text().replace("level: null]", "level: null, algo: grpo]")
     for key, wrong, full in (("train_batch_size", "train_batch_sice", "data.{}"), ("line", "lime", "recipe.{}")):

@@ -20,7 +20,6 @@ from typing import Any, NoReturn
 
 import typer
 from rich.console import Group
-from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from verl_patches.cli.output import console, make_table, print_json
@@ -115,10 +114,6 @@ def render_facts(facts: dict[str, Any]) -> Group:
         "last output": None if state == "ended" else f"{facts['quiet_s']:.0f} s ago",
     }
     lines = make_table(("", ""), [(name, value) for name, value in rows.items() if value])
-    bar = []
-    if step and steps and console().is_terminal:
-        done = steps if state == "ended" else step - 1
-        bar = [ProgressBar(total=steps, completed=done, width=60), Text()]  # a bar does not end its line
     texts = []
     for name, figure in facts["figures"].items():
         values = ["" if value is None else f"{value:.4g}" for value in figure.values()]
@@ -127,4 +122,4 @@ def render_facts(facts: dict[str, Any]) -> Group:
     figures = [make_table(("", "last step", "median"), texts)] if texts else []
     head = Text(printable(f"{facts['run']}: {state}"), style=STATE_STYLES.get(state, "bold"))
     off = [Text(switched_off_text(facts["off"]))] if facts["off"] else []
-    return Group(head, *off, lines, *bar, *figures, *map(Text, facts["lines"]))
+    return Group(head, *off, lines, *figures, *map(Text, facts["lines"]))

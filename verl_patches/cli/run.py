@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import time
@@ -63,6 +62,7 @@ REPLAY_HELP = "Train on the responses that another run recorded: its name, its f
 DRY_RUN_HELP = "Check and print everything; start and write nothing."
 UPSTREAM_HELP = "Folder with the clones of scripts/fetch_upstream.sh, for line a3."
 STAGE_REPEAT_S = 15.0
+_SIDES = "train", "rollout"
 EXPERT_LOAD_STEPS = 10  # last steps of a run that its expert load is taken from
 WIDE_HELP = "Show all columns of the step table: also the other phases, the weight sync and the dispatch."
 Wide = Annotated[bool, typer.Option("--wide", help=WIDE_HELP)]
@@ -76,7 +76,7 @@ RESPONSE_HELP = "Mean tokens of responses before truncation."
 LENGTHS_HELP = "A run whose recorded lengths are used."
 LOAD_HELP = "A run whose measured load of experts is used."
 MEASURED_HELP = "measured.json of a bring-up."
-DISK_HELP = f"GB/s of the shared disks ({DISK_GB_S:g}), or a run that saved."
+DISK_HELP = f"GB/s of the disks of all nodes; default: measured, or {DISK_GB_S:g}."
 WHOLE_HELP = "Print every check, row, variable and command too."
 Whole = Annotated[bool, typer.Option("--all", help=WHOLE_HELP)]
 SYNC_HELP = "Backend of the DP ranks of vLLM: hccl or gloo."
@@ -212,7 +212,7 @@ def plan_command(
     dp_sync: Annotated[str, typer.Option(help=SYNC_HELP)] = "hccl",
     lengths: Annotated[Path | None, typer.Option(metavar="RUN", help=LENGTHS_HELP)] = None,
     expert_load: Annotated[Path | None, typer.Option(metavar="RUN", help=LOAD_HELP)] = None,
-    disk_gb_s: Annotated[str | None, typer.Option(metavar="NUMBER|RUN", help=DISK_HELP)] = None,
+    disk_gb_s: Annotated[float | None, typer.Option(help=DISK_HELP)] = None,
     measured: Annotated[Path | None, typer.Option(metavar="FILE", help=MEASURED_HELP)] = None,
     verl_path: VerlPath = None,
     upstream: Upstream = None,
@@ -225,8 +225,8 @@ def plan_command(
     """
     overrides, trees = overrides or [], find_trees(upstream, verl_path)
     found = {} if measured is None else _read_measured(measured)
-    rate = disk_gb_s or str(found.get("disk_gb_s") or DISK_GB_S)
-    workload = Workload(prompt_tokens, response_tokens, dp_sync, disk_gb_s=_disk_rate(rate))
+    rate = found.get("disk_gb_s") or DISK_GB_S if disk_gb_s is None else disk_gb_s
+    workload = Workload(prompt_tokens, response_tokens, dp_sync, disk_gb_s=rate)
     workload = replace(workload, measured=found.get("constants", {}))
     if lengths is not None:
         recorded = recorded_lengths(str(find_start(lengths, output_root())))
@@ -315,22 +315,11 @@ def search_layouts(
 def _read_measured(path: Path) -> dict[str, Any]:
     """Return the content of a bring-up's measured.json; raise ConfigError for any other file."""
     found = read_object(path) if path.is_file() else {}
-    constants, rate = found.get("constants", []), found.get("disk_gb_s")
+    constants = found.get("constants")
     names = {field.name for field in fields(Constants)}
-    fine = isinstance(constants, dict) and constants.keys() <= names and isinstance(rate, float | None)
-    if not fine or not all(isinstance(value, float) and 0 < value < math.inf for value in constants.values()):
+    if not isinstance(constants, dict) or not constants.keys() <= names:
         raise ConfigError(f"--measured {path}: expected {MEASURED} of a bring-up, found another file, or none")
     return found
-
-
-def _disk_rate(given: str) -> float:
-    """Return a number of GB/s, or the rate of the slowest save of a run."""
-    with suppress(ValueError):
-        return float(given)
-    saves = read_summary(find_start(Path(given), output_root())).get("checkpoints")
-    if not saves:
-        raise ConfigError(f"--disk-gb-s {given}: expected a number, or a run that saved checkpoints, found none in it")
-    return min(save["bytes"] / save["complete_s"] / 1e9 for save in saves)
 
 
 def _expert_loads(run: Path) -> tuple[float, float]:
@@ -338,18 +327,13 @@ def _expert_loads(run: Path) -> tuple[float, float]:
 
     Raise ConfigError where the run has none.
     """
-    loads: dict[str, list[float]] = {"train": [], "rollout": []}
-    for step in read_summary(find_start(run, output_root())).get("steps", [])[-EXPERT_LOAD_STEPS:]:
-        record = step.get("expert_load") or {}
-        for side, values in loads.items():
-            if load := (record.get(side) or {}).get("ranks_over_mean"):
-                values.append(load)
-    train, rollout = loads["train"], loads["rollout"]
-    if not train or not all(0 < load < math.inf for load in train + rollout):
-        raise ConfigError(
-            f"--expert-load {run}: expected numbers in expert_load.train.ranks_over_mean of the steps of its "
-            f"summary.json, found {train + rollout or 'none'}; give a run with recipe.expert_load=true"
-        )
+    steps = read_summary(find_start(run, output_root())).get("steps", [])[-EXPERT_LOAD_STEPS:]
+    records = [step["expert_load"] for step in steps if step.get("expert_load")]
+    train, rollout = (
+        [load for each in records if (load := (each[side] or {}).get("ranks_over_mean"))] for side in _SIDES
+    )
+    if not train:
+        raise ConfigError(f"--expert-load {run}: no step of it has a load; give a run with recipe.expert_load=true")
     return fmean(train), fmean(rollout or train)  # rollout is counted on npu only
 
 
