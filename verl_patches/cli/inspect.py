@@ -15,7 +15,7 @@ from verl_patches.cli.run import ConfigName, Overrides, Upstream, VerlPath, comp
 from verl_patches.errors import ConfigError, RecipeError, our_command, require_checks
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout, parse_layout
-from verl_patches.model.mindspeed.arguments import Setting, engine_settings
+from verl_patches.model.mindspeed.arguments import engine_settings
 from verl_patches.patching.boot.install_prelude import LINE_NUMBER_NOTE
 from verl_patches.reshard import check
 from verl_patches.reshard.plan import plan_reshard
@@ -23,7 +23,7 @@ from verl_patches.rewards.parts import REWARD_PREFIX
 from verl_patches.run.compose import output_root
 from verl_patches.run.files import hook_checks
 from verl_patches.run.record import compare
-from verl_patches.run.record.curves import METRICS, Curves, read_curves
+from verl_patches.run.record.curves import METRICS, read_curves
 from verl_patches.run.record.record import read_summary
 from verl_patches.run.record.report import figures
 from verl_patches.run.resolve import CONFIGS_DIR
@@ -75,30 +75,16 @@ def _print_arguments(run: RunSpec, config_name: str, as_json: bool) -> None:
     """Print what each key becomes; the exit code is 1 where one is refused."""
     rows = engine_settings(run.verl.actor_rollout_ref, run.recipe, run.hf_config)
     refused = [row for row in rows if row.how == "refused"]
+    settings, keys = [row._asdict() for row in rows], [row.key for row in refused]
+    found = {"config": config_name, "line": run.line, "settings": settings, "refused": keys}
     if as_json:
-        settings, keys = [row._asdict() for row in rows], [row.key for row in refused]
-        print_json({"config": config_name, "line": run.line, "settings": settings, "refused": keys})
+        print_json(found)
     else:
-        title = f"{config_name}: keys below actor_rollout_ref, and the model's (HF), for Megatron and MindSpeed"
-        cells = [(row.key, _value_text(row), _argument_text(row), row.why) for row in rows]
-        red = [number for number, row in enumerate(rows) if row.how == "refused"]
-        print_table(title, ("key", "value", "becomes", "why"), cells, red)
-        print_text(f"{len(rows)} rows, {len(refused)} refused. {LINE_NUMBER_NOTE}.")
+        print_data(found, "arguments of Megatron and MindSpeed")
+        print_text(LINE_NUMBER_NOTE)
     for row in refused:
-        print_text(f"verl_patches: {row.key} is {_value_text(row)}: {row.why}", err=True)
+        print_text(f"verl_patches: {row.key} is {row.value}: {row.why}", err=True)
     raise typer.Exit(1 if refused else 0)
-
-
-def _argument_text(row: Setting) -> str:
-    if row.arguments:
-        return " ".join(row.arguments)
-    return "no argument" if row.how == "mapped" else row.how
-
-
-def _value_text(row: Setting) -> str:
-    if row.how == "fixed":
-        return ""
-    return "null" if row.value is None else str(row.value)
 
 
 def reshard_plan_command(
@@ -186,7 +172,8 @@ def compare_command(
         result["errors"] = [error.as_dict() for error in errors]
         print_json({**result, "checks": [vars(check) for check in checks], "ok": ok})
     else:
-        _print_errors(curves_a, curves_b, errors, {check.name: check.ok for check in checks})
+        title = f"a, judged: {curves_a.name} ({curves_a.kind}); b, the reference: {curves_b.name} ({curves_b.kind})"
+        print_data({"errors": [error.as_dict() for error in errors]}, title)
         for check in checks:
             print_text(f"{'ok' if check.ok else 'FAILED'}: {check.name}: {check.detail}", "" if check.ok else "red")
     raise typer.Exit(0 if ok else 1)
@@ -198,19 +185,6 @@ def _parse_limit(text: str) -> tuple[str, float]:
         if name and 0 <= float(value) < float("inf"):
             return name, float(value)
     raise ConfigError(f"compare: --limit {text}: expected METRIC=VALUE, a fraction from 0, such as loss=0.02")
-
-
-def _print_errors(a: Curves, b: Curves, errors: list[compare.Error], ok: dict[str, bool]) -> None:
-    words, rows = {True: "ok", False: "FAILED", None: ""}, []
-    for error in errors:
-        steps = f"{error.steps} ({error.first} to {error.last})"
-        absolute, largest = ("-" if value is None else f"{value:.4g}" for value in (error.absolute, error.largest))
-        numbers = (absolute, compare.percent(error.relative), largest, "-" if error.at is None else str(error.at))
-        rows.append((error.metric, *error.names, steps, *numbers, words[ok.get(error.metric)]))
-    measured = ("common steps", "mean |a - b|", "relative", "largest", "at step", "verdict")
-    columns = ("metric", "name in a", "name in b", *measured)
-    red = [number for number, row in enumerate(rows) if row[-1] == "FAILED"]
-    print_table(f"a, judged: {a.name} ({a.kind}); b, the reference: {b.name} ({b.kind})", columns, rows, red)
 
 
 def samples_command(

@@ -246,8 +246,11 @@ def _value_text(value: Any, key: str) -> str:
     """Return a value of plain data as text; its key says whether it is a size in bytes."""
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {_value_text(each, f'{key}.{name}')}" for name, each in value.items())
-    if isinstance(value, list):
-        items = [f"[{_value_text(each, key)}]" if isinstance(each, list) else _value_text(each, key) for each in value]
+    if isinstance(value, list | tuple):
+        items = [
+            f"[{_value_text(each, key)}]" if isinstance(each, list | tuple) else _value_text(each, key)
+            for each in value
+        ]
         return ", ".join(items if len(items) <= SHOWN_ITEMS else [*items[:SHOWN_ITEMS], f"... ({len(items)})"])
     if not isinstance(value, int | float) or isinstance(value, bool):
         return "-" if value is None else str(value)

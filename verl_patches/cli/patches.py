@@ -14,7 +14,6 @@ from verl_patches import catalog
 from verl_patches.cli.live import print_run_state
 from verl_patches.cli.output import Json, print_json, print_table, print_text
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.heartbeat.heartbeat import ranks_text
 from verl_patches.patching.boot import install_prelude
 from verl_patches.patching.contract import installed_root
 from verl_patches.patching.engine import Engine
@@ -133,18 +132,12 @@ def _states_by_row(rows: Iterable[Mapping[str, str]]) -> list[dict[str, Any]]:
 
 
 def _states_text(states: Mapping[str, str]) -> str:
-    """Return {process: state} as text, such as "controller: active, workers 0-255: active"."""
-    texts, ranks = [], dict[str, list[int]]()
+    """Return {process: state} as text, such as "active: 257 processes"."""
+    processes: dict[str, list[str]] = {}
     for process, state in states.items():
-        kind, _, rank = process.partition(" ")
-        if kind == "worker" and rank.isdecimal():
-            ranks.setdefault(state, []).append(int(rank))
-        else:
-            texts.append(f"{process}: {state}")
-    for state, numbers in ranks.items():
-        kind = "workers" if len(numbers) > 1 else "worker"
-        texts.append(f"{kind} {ranks_text(numbers)}: {state}")
-    return ", ".join(texts)
+        processes.setdefault(state, []).append(process)
+    texts = {state: names[0] if len(names) == 1 else f"{len(names)} processes" for state, names in processes.items()}
+    return ", ".join(f"{state}: {text}" for state, text in texts.items())
 
 
 def digest_command(switches: SwitchesOption = None, as_json: Json = False) -> None:

@@ -50,7 +50,6 @@ from verl_patches.step.replay.recording import recorded_lengths
 from verl_patches.trainer.record import STEP_PREFIX
 from verl_patches.upstream.checkouts import find_trees, require_trees, require_verl_version
 from verl_patches.upstream.modified import refuse_modified
-from verl_patches.upstream.support import refused_keys
 from verl_patches.values import printable
 from verl_patches.weights.run_folders import checkpoint_chain, find_start, require_start
 
@@ -197,7 +196,6 @@ def _require_startable(run: RunSpec) -> str:
         require_loggers(run.verl.trainer.logger, os.environ)
     run_folder.require_start(run)
     require_checks(RULES.checks(run))
-    _refuse_planned_keys(run)
     return switched_off_text(run.switches.switched_off(platform_rows(run.platform)))
 
 
@@ -370,16 +368,6 @@ def _file_checks(run: RunSpec) -> Iterator[Check]:
     run = with_required_files(run)
     for rule in RULES.files:
         yield from rule(run)
-
-
-def _refuse_planned_keys(run: RunSpec) -> None:
-    """Refuse keys that the line cannot act on, because the run would differ from its configuration."""
-    planned = [entry.key for entry, _ in refused_keys(run) if entry.planned]
-    if planned:
-        raise ConfigError(
-            f"line {run.line} cannot act on {', '.join(planned)}, as the catalogue has no rows for them; the run is "
-            "not started. Remove the keys, or plan the run with --dry-run"
-        )
 
 
 @contextmanager

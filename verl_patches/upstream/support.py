@@ -80,11 +80,9 @@ def engine_arguments() -> dict[str, None]:
 
 
 def support_checks(run: RunSpec) -> Iterator[Check]:
-    """Refuse keys that the run's line does not support; a planned key is a note, which allows only a dry run."""
+    """Refuse keys that the run's line does not support."""
     for entry, value in refused_keys(run):
-        text = refusal_text(entry, value, run.line)
-        planned = f"a start is refused: {text}"
-        yield Check(f"line {run.line}", entry.planned, planned if entry.planned else text, note=entry.planned)
+        yield Check(f"line {run.line}", False, refusal_text(entry, value, run.line))
 
 
 def refusal_text(entry: Unsupported, value: Any, line: str) -> str:
