@@ -13,8 +13,9 @@ join Ray: Ray ends a process that has joined it when the head goes away. JSON is
                                 run `python COMMAND --head HOST:PORT` on each node, in the folder `cwd` and in the
                                 environment of its raylet, which is that of the run's workers
 
-The program prints ANSWER_PREFIX and {nodes: [{id, address, resources, here, answer}]}. `answer` is {code, output,
-error} of the command, None where the node gave none within `limit_s`.
+The program prints ANSWER_PREFIX and {nodes: [{id, address, resources, here, answer, clock}]}. `answer` is
+{code, output, error} of the command, None where the node gave none within `limit_s`; `clock` is {ahead_s, within_s}:
+how far the node's clock is ahead of this node's, and how exactly that is known.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from verl_patches.errors import ConfigError, RecipeError, our_command
 ANSWER_PREFIX = "NODES"
 JOB_LABEL, RANK_LABEL = "verl_patches/job", "verl_patches/rank"  # labels that node.sh gives a node
 POLL_S = 1.0
+CLOCK_CALLS = 5  # clock readings, of which the quickest counts
 CALL_S = 30  # limit of a call that returns at once, and what a command gets beyond its own limit
 HEAD_S = 15  # limit for Ray's head to answer at all
 
@@ -179,6 +181,11 @@ def _node_class() -> Any:
     """
 
     class Node:
+        def clock(self) -> float:
+            import time
+
+            return time.time()
+
         def run(self, command: list[str], limit_s: float, cwd: str | None = None) -> dict[str, Any]:
             import os
             import subprocess
@@ -277,7 +284,10 @@ def answer_request(request: Mapping[str, Any]) -> dict[str, Any]:
     actors, limit_s = [start_on_node(kind, node["id"]) for node in nodes], request["limit_s"]
     command = [*request["command"], "--head", ray.get_runtime_context().gcs_address]
     answers = _command_results([actor.run.remote(command, limit_s, request.get("cwd")) for actor in actors], limit_s)
-    return {"nodes": [{**node, "answer": answer} for node, answer in zip(nodes, answers, strict=True)]}
+    for node, actor, answer in zip(nodes, actors, answers, strict=True):
+        node["answer"] = answer
+        node["clock"] = None if answer is None else _clock_offset(actor)
+    return {"nodes": nodes}
 
 
 def _command_results(calls: Sequence[Any], limit_s: float) -> list[dict[str, Any] | None]:
@@ -313,6 +323,23 @@ def _gcs_nodes(client: Any) -> list[dict[str, Any]]:
         }
         for node in known
     ]
+
+
+def _clock_offset(actor: Any) -> dict[str, float] | None:
+    """Return how far the actor's clock is ahead of this process's; None where it does not answer."""
+    import ray
+
+    measured = []
+    try:
+        for _ in range(CLOCK_CALLS):
+            before = time.time()
+            there = ray.get(actor.clock.remote(), timeout=CALL_S)
+            half = (time.time() - before) / 2
+            measured.append((half, there - before - half))
+    except ray.exceptions.RayError:  # includes GetTimeoutError
+        return None
+    within_s, ahead_s = min(measured)
+    return {"ahead_s": ahead_s, "within_s": within_s}
 
 
 def read_report(output: str) -> dict[str, Any]:

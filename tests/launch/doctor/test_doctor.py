@@ -43,6 +43,7 @@ def make_answer(found="fine there", **changes):
         report = {"rows": list(map(asdict, rows)), "nodes": [{"address": "host", "interface": "eth0"}]}
         node = {"id": str(number), "address": f"10.0.0.{number}", "here": number == 0}
         node["resources"] = {"GPU": 1, "NPU": 16, "CPU": 64, "object_store_memory": 2e11}
+        node["clock"] = {"ahead_s": 0.0, "within_s": 0.001}
         node["answer"] = {"code": 0, "output": json.dumps(report), "error": ""}
         nodes.append(node | (changes if number == 1 else {}))
     return {"nodes": nodes}
@@ -68,7 +69,7 @@ def test_this_machine_is_fine_and_says_what_it_cannot_check():
 
 
 def test_nodes_that_are_fine_pass_and_equal_findings_are_one_row(smoke, production):
-    across, own = compared(production, make_answer())
+    across, own = compared(production, make_answer(clock={"ahead_s": 0.9, "within_s": 0.002}))
     assert {one.state for one in across.values()} == {"fine"}
     assert [(one.name, one.where) for one in own] == [("disk", "all 3 nodes"), ("interface", "all 3 nodes")]
     _, own = compared(smoke, make_answer(found="full"))
@@ -78,6 +79,7 @@ def test_nodes_that_are_fine_pass_and_equal_findings_are_one_row(smoke, producti
 @pytest.mark.parametrize(
     ("changes", "name", "text"),
     [
+        ({"clock": {"ahead_s": -1.4, "within_s": 0.002}}, "clocks", "1.4 s behind most nodes"),
         ({"answer": None}, "nodes: report", "no answer within"),
         ({"answer": {"code": 1, "output": "", "error": "x\nno disk"}}, "nodes: report", "exit code 1: no disk"),
     ],
@@ -151,4 +153,5 @@ def test_two_nodes_of_a_real_ray_report(smoke):
         known = json.loads(node["answer"]["output"])["nodes"][0]
         assert (known["head"], known["preload"], known["dies"]) == (address, None, None)
     across, _ = compared(smoke, answer)
+    assert across["clocks"].state == "fine"
     assert across["nodes"].state == "problem" and "nodes: report" not in across  # the config asks for three nodes

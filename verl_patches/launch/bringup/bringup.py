@@ -44,7 +44,7 @@ from verl_patches.weights.run_folders import checkpoint_chain, list_starts
 
 COMMAND, REPORT, PAGE, MEASURED = "bringup", "bringup.json", "bringup.md", "measured.json"
 RUNGS = {  # rung: what it proves, and what it does not prove without a device
-    "machine": ("versions, disks, memory and links of all nodes are as the run needs them", ""),
+    "machine": ("versions, disks, memory, links and clocks of all nodes are as the run needs them", ""),
     "operators": ("operators of the device compute what plain PyTorch computes, within the tolerance", "kernels"),
     "groups": ("each group of ranks moves the values that it is given, not slower than its peers", "HCCL, and links"),
     "levels": (

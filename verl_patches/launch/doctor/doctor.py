@@ -11,12 +11,13 @@ import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from statistics import median_high
 from typing import Any
 
 from verl_patches.errors import ConfigError, config_error_text, our_command
 from verl_patches.launch import ray_cluster
 from verl_patches.launch.doctor import npu_checks
-from verl_patches.launch.doctor.node_checks import HOST_ROWS, Node, NodeCheck, Result
+from verl_patches.launch.doctor.node_checks import HOST_ROWS, Node, NodeCheck, NotRunError, Result
 from verl_patches.patching.report import Finding, Report
 from verl_patches.run.ray_nodes import read_report
 
@@ -24,6 +25,7 @@ COMMAND = "doctor"
 NODE_ROWS = (*HOST_ROWS, *npu_checks.NPU_ROWS)
 NODE_S = 600  # limit for all checks of a node
 _FINDING_KEYS = ("name", "state", "where", "expected", "found", "todo")  # keys of a finding in a node's report
+CLOCK_S = 1.0  # tolerated difference of clocks: times of Ray's heartbeats and of logs are compared between nodes
 
 
 Examination = tuple[Report, list[dict[str, Any]]]  # (the findings, [{address, interface}] of the examined nodes)
@@ -104,7 +106,23 @@ def _node_count(node: Node, answer: Mapping[str, Any]) -> Iterator[Result]:
             yield Result(False, f"exit code {given['code']}: {lines[-1]}", "a report of doctor", todo, "report", place)
 
 
+def _clocks(node: Node, answer: Mapping[str, Any]) -> Iterator[Result]:
+    clocks = {place: one["clock"] for place, one in _nodes_by_place(answer).items() if one["clock"]}
+    if not clocks:
+        raise NotRunError("no node returned its clock")
+    middle = median_high(clock["ahead_s"] for clock in clocks.values())
+    apart = {address: clock["ahead_s"] - middle for address, clock in clocks.items()}
+    for address, ahead in apart.items():
+        if abs(ahead) > CLOCK_S:
+            found = f"{abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} most nodes"
+            yield Result(False, f"{found} (measured to {clocks[address]['within_s']:.3f} s)", where=address)
+    if (worst := max(map(abs, apart.values()))) <= CLOCK_S:
+        yield Result(True, f"at most {worst:.3f} s apart")
+
+
 ALL_ROWS = (
     NodeCheck("nodes", "Ray's nodes, and `doctor --this-node` on each", "trainer.nnodes with trainer.n_gpus_per_node",
         f"start the missing nodes: {our_command('plan', 'CONFIG')} prints the commands", _node_count),
+    NodeCheck("clocks", "difference from this node's clock, corrected by the round-trip time",
+        f"at most {CLOCK_S:g} s from most nodes", "chronyc makestep, or systemctl restart chronyd", _clocks),
 )  # fmt: skip
