@@ -87,6 +87,11 @@ def test_a_published_run_is_planned_by_its_lengths_and_switches():
     assert low < TRUE_WEIGHTS_TOTAL_S < high
 
 
+def test_a_picture_has_the_memory_of_each_phase(tmp_path):
+    assert call("plan", NODE, "--plot", str(tmp_path / "memory.png")).exit_code == 0
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_all_of_a_plan_has_the_names_of_its_data():
     done = call("plan", NODE, "--prompt-tokens", "100", "--dp-sync", "gloo", "trainer.save_freq=5", "--all")
     assert done.exit_code == 0, done.output

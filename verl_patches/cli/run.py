@@ -43,6 +43,7 @@ from verl_patches.run import run_folder
 from verl_patches.run.compose import compose, output_root, override_keys
 from verl_patches.run.files import disk_checks, with_required_files
 from verl_patches.run.record.loggers import require_loggers
+from verl_patches.run.record.plots import plan_figure, save_figure
 from verl_patches.run.record.record import SUMMARY_FILE, read_object, read_summary
 from verl_patches.run.resolve import LayoutError
 from verl_patches.spec import RunSpec, Trees
@@ -76,6 +77,7 @@ LENGTHS_HELP = "A run whose recorded lengths are used."
 LOAD_HELP = "A run whose measured load of experts is used."
 MEASURED_HELP = "measured.json of a bring-up."
 DISK_HELP = f"GB/s of the disks of all nodes; default: measured, or {DISK_GB_S:g}."
+PLOT_HELP = "Draw the memory of the fullest die over a step."
 WHOLE_HELP = "Print every check, row, variable and command too."
 Whole = Annotated[bool, typer.Option("--all", help=WHOLE_HELP)]
 SYNC_HELP = "Backend of the DP ranks of vLLM: hccl or gloo."
@@ -214,6 +216,7 @@ def plan_command(
     measured: Annotated[Path | None, typer.Option(metavar="FILE", help=MEASURED_HELP)] = None,
     verl_path: VerlPath = None,
     upstream: Upstream = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help=PLOT_HELP)] = None,
     whole: Whole = False,
     as_json: Json = False,
 ) -> None:
@@ -233,10 +236,10 @@ def plan_command(
         workload = replace(workload, expert_load=str(expert_load), loads=_expert_loads(expert_load))
     if dies is not None and not searched:
         raise ConfigError(f"--dies {dies} needs --search; a plan has trainer.nnodes x trainer.n_gpus_per_node dies")
-    if searched and whole:
-        raise ConfigError("--search lists layouts: expected no --all with it")
+    if searched and (whole or plot):
+        raise ConfigError("--search lists layouts: expected neither --all nor --plot with it")
     if not searched:
-        report_plan(config_name, overrides, trees, workload, as_json, whole)
+        report_plan(config_name, overrides, trees, workload, as_json, whole, plot)
     answer = search_layouts(config_name, overrides, trees, dies, workload, top)
     if as_json:
         print_json(answer)
@@ -267,7 +270,13 @@ def check_switches(run: RunSpec) -> None:
 
 
 def report_plan(
-    config_name: str, overrides: Sequence[str], trees: Trees, workload: Workload, as_json: bool, whole: bool = False
+    config_name: str,
+    overrides: Sequence[str],
+    trees: Trees,
+    workload: Workload,
+    as_json: bool,
+    whole: bool = False,
+    plot: Path | None = None,
 ) -> NoReturn:
     """Print the plan of a run on one screen, whole or as JSON; exit with 0, or 1 if a check failed."""
     try:
@@ -278,6 +287,10 @@ def report_plan(
         plan = build_plan(run, RULES.checks(run), config_name, overrides, rows, workload, other)
     except LayoutError as error:
         run, plan = None, plan_without_layout(error, config_name, trees, overrides, workload)
+    if plot is not None:
+        if not plan["memory"]:
+            raise ConfigError(f"--plot {plot}: {plan['verdict']}, so that there is no memory to draw")
+        save_figure(plan_figure(plan["config"], plan["memory"]), plot)
     if as_json:
         print_json(plan)
     else:

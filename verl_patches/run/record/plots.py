@@ -138,6 +138,27 @@ def memory_figure(summary: Mapping[str, Any]) -> Figure:
     return figure
 
 
+def plan_figure(name: str, memory: Mapping[str, Any]) -> Figure:
+    """Draw the modelled bytes of each phase's fullest die by memory group, in the order that the run follows.
+
+    memory: of a plan. The line is what a die has. Groups that no ledger tracks are grey, on top.
+    """
+    (phases,) = (order["phases"] for order in memory["orders"] if order["order"] == memory["followed"])
+    present = dict.fromkeys(group for phase in phases for group in phase["bytes"])
+    greys = {group: str(0.3 + 0.07 * n) for n, group in enumerate(each for each in present if each not in COLOURS)}
+    groups = [*(group for group in MEMORY_GROUPS if group in present), *greys]
+    figure, edges = _figure(11, 4.5), _edges(range(len(phases)))
+    axes = figure.subplots()
+    sizes = {group: [phase["bytes"].get(group, 0) / 1e9 for phase in phases] for group in groups}
+    _stack(axes, edges, sizes, COLOURS | greys)
+    if memory["hbm_bytes"] is not None:
+        axes.axhline(memory["hbm_bytes"] / 1e9, color="black", linewidth=1.2, label="a die has")
+    axes.set(title=f"{_plain_name(name)}: fullest die of each phase (modelled)", ylabel="GB", ylim=(0, None))
+    axes.set_xticks(range(len(phases)), [phase["phase"] for phase in phases], rotation=30, ha="right")
+    figure.legend(*axes.get_legend_handles_labels(), fontsize=8, loc="outside right upper")
+    return figure
+
+
 def _draw_moments(
     axes: Axes, edges: Sequence[float], moments: Sequence[Mapping[str, Any] | None], groups: Sequence[str], scale: float
 ) -> None:
