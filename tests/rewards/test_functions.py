@@ -61,9 +61,21 @@ def write_function(tmp_path, code):
     return str(tmp_path / "own.py"), "compute_score", {"k": 1}
 
 
-def test_a_file_without_the_function_is_refused(tmp_path):
-    with pytest.raises(ResultError, match="own.py does not define compute_score; set `function`"):
-        score_response(*write_function(tmp_path, "def score(): ...\n"), KEYWORDS)
+ALL = "data_source, solution_str, ground_truth, extra_info"
+REFUSED = {
+    "def compute_score(data_source, solution_str, ground_truth, k):\n    return 1.0\n": (
+        "own.py:1: compute_score: got an unexpected keyword argument 'extra_info'; expected compute_score.*, k"
+    ),
+    f"def compute_score({ALL}, k, model):\n    return 1.0\n": "own.py:1: .* missing a required argument: 'model'",
+    "def compute_score(data_sources, solution_strs, ground_truths, extra_infos):\n    return [1.0]\n": "own.py:1: .*",
+    "def score(): ...\n": "own.py does not define compute_score; set `function`",
+}
+
+
+@pytest.mark.parametrize(("code", "words"), REFUSED.items())
+def test_a_function_that_verl_cannot_call_is_refused_before_it_is_called(tmp_path, code, words):
+    with pytest.raises(ResultError, match=words):
+        score_response(*write_function(tmp_path, code), KEYWORDS)
 
 
 def test_a_function_of_verls_contract_may_take_more_and_is_loaded_once(tmp_path):
@@ -72,6 +84,19 @@ def test_a_function_of_verls_contract_may_take_more_and_is_loaded_once(tmp_path)
     score_response(*given)
     assert score_response(*given, KEYWORDS) == (1.0, {"k": 1, "n": 3})
     assert score_response(*given, KEYWORDS)[0] == 2.0
+
+
+def test_a_compiled_function_needs_no_signature(tmp_path):
+    path, name, _ = write_function(tmp_path, "compute_score = dict\n")
+    assert score_response(path, name, {"score": 0.5}, KEYWORDS) == (0.5, KEYWORDS)
+
+
+@pytest.mark.parametrize(
+    "code", [f"\nasync def compute_score({ALL}, k): ...\n", "async def a(): ...\ncompute_score = lambda **_: a()\n"]
+)
+def test_an_async_function_is_refused(tmp_path, code):
+    with pytest.raises(ResultError, match="own.py:2: compute_score is async.* calls asyncio.run"):
+        score_response(*write_function(tmp_path, code), KEYWORDS)
 
 
 def test_the_documented_reward_scores_the_documented_data(tmp_path):

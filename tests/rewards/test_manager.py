@@ -150,7 +150,7 @@ def test_a_helper_tells_errors_of_its_function_like_any_other(tmp_path):
     for code, words in {
         FLAKY.replace('"xx"', '"x"'): r"own.py:7: KeyError: 'score'",
         "1 / 0\n": r"own.py:1: .*found ZeroDivisionError",
-        "async def compute_score(**keywords): ...": "own.py:1: compute_score returned <coroutine .*; expected a finite",
+        "async def compute_score(data_source, solution_str, ground_truth, extra_info): ...": "own.py:1: .* is async",
     }.items():
         (tmp_path / "own.calls").unlink(missing_ok=True)
         made = make_manager(python_entry(tmp_path, code, timeout_s=60.0))
@@ -161,7 +161,7 @@ def test_a_helper_tells_errors_of_its_function_like_any_other(tmp_path):
 ROW = {"data_source": "d", "reward_model": {"ground_truth": "1"}, "extra_info": None}
 
 
-def test_a_made_up_answer_finds_what_is_wrong_before_the_run(tmp_path):
+def test_a_made_up_answer_finds_what_is_wrong_before_the_run(tmp_path, monkeypatch):
     said = make_manager({"name": "maths"}, {"name": "length"}, {"name": "reward_model", "path": "x"}).try_row(
         ROW, "row"
     )
@@ -169,12 +169,20 @@ def test_a_made_up_answer_finds_what_is_wrong_before_the_run(tmp_path):
     place = r"recipe.rewards\[0\] \(python\), a made-up answer to row 0: .*own.py:"
     head = "import time\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n    "
     for number, (code, words) in enumerate(
-        {"return None": "2: compute_score returned None", "return solution_str.answer": "3: AttributeError"}.items()
+        {
+            "return None": "2: compute_score returned None",
+            "return solution_str.answer": "3: AttributeError",
+            "time.sleep(600)": "3: TimeoutError: no result after 0.2 s; set timeout_s of the entry",
+            "try: time.sleep(600)\n    except Exception: return 0": "3: TimeoutError: no result after 0.2 s",
+        }.items()
     ):
         (folder := tmp_path / str(number)).mkdir()
         made = make_manager(python_entry(folder, head + code))
+        if "sleep" in code:
+            monkeypatch.setattr(manager, "TRY_S", 0.2)
         with pytest.raises(ConfigError, match=f"{place}{words}"):
             made.try_row(ROW, "row 0")
+    monkeypatch.undo()
     with pytest.raises(ConfigError, match=r"maths\), a made-up answer to row 0: .*gold answer None"):
         make_manager({"name": "maths"}).try_row({"data_source": "d"}, "row 0")
     slow = python_entry(

@@ -11,8 +11,12 @@ import importlib.util
 import inspect
 import math
 import numbers
+import os
+import signal
 import sys
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +35,21 @@ def score_response(path: str, name: str, kwargs: Mapping[str, Any], keywords: Ma
     function, where = _load_function(path, name)
     if keywords is None:
         return True
+    _require_keywords(path, name, (*keywords, *kwargs))
     return read_result(function(**keywords, **kwargs), where)
+
+
+@functools.cache
+def _require_keywords(path: str, name: str, keywords: tuple[str, ...]) -> None:
+    """Raise ResultError where a function does not take these keywords; a process checks it once."""
+    function, where = _load_function(path, name)
+    try:
+        inspect.signature(function).bind(**dict.fromkeys(keywords))
+    except TypeError as error:
+        expected = f"{name}({', '.join(keywords)})"
+        raise ResultError(f"{where}: {error}; expected {expected}, called once for each response") from None
+    except ValueError:
+        pass  # a compiled function need not have a signature
 
 
 @functools.cache
@@ -51,6 +69,11 @@ def _load_function(path: str, name: str) -> tuple[Callable, str]:
 
 def read_result(result: Any, where: str) -> tuple[float, dict[str, Any]]:
     """Return (score, other values) of what a reward function returned; `where` names it in a ResultError."""
+    if inspect.iscoroutine(result):
+        result.close()  # without a warning that nothing awaited it
+        raise ResultError(
+            f"{where} is async, and nothing awaits its result; expected a function that calls asyncio.run"
+        )
     score, values = result, {}
     if dataclasses.is_dataclass(result) and not isinstance(result, type):
         result = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
@@ -68,3 +91,31 @@ def read_result(result: Any, where: str) -> tuple[float, dict[str, Any]]:
 def _plain_value(value: Any) -> Any:
     """Return the Python value of a number of numpy, or of a tensor without dimensions; any other value unchanged."""
     return value.item() if getattr(value, "shape", None) == () else value
+
+
+class _LimitReached(BaseException):
+    """End a block at its time limit; a user's `except Exception` does not catch it."""
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError at the line that the block has reached after `seconds`; main thread only.
+
+    The signal is not SIGALRM, which reward functions use themselves.
+    """
+
+    def end(*_: Any) -> None:
+        raise _LimitReached
+
+    before = signal.signal(signal.SIGUSR1, end)
+    timer = threading.Timer(seconds, os.kill, [os.getpid(), signal.SIGUSR1])  # the main thread gets it
+    timer.start()
+    try:
+        yield
+    except _LimitReached as error:
+        text = f"no result after {seconds:g} s; set timeout_s of the entry to the seconds that it needs"
+        raise TimeoutError(text) from error
+    finally:
+        timer.cancel()
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)

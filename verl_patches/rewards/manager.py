@@ -11,6 +11,7 @@ import numbers
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ _FUNCTIONS = {
     "format": maths.format_score,
 }
 MADE_UP_ANSWER = r"This is a made-up answer: \boxed{0}"
+TRY_S = 120.0  # limit of a part's call for the made-up answer, which loads a file, without timeout_s
 
 
 class Sample(NamedTuple):
@@ -86,7 +88,7 @@ class RewardManager:
     def try_row(self, row: Mapping[str, Any], where: str) -> str:
         """Score a made-up answer to a row of the data, before anything else starts; return what each part gave.
 
-        Raises ConfigError for all that would fail at a real answer.
+        Raises ConfigError for all that would fail at a real answer, and where a part takes more than TRY_S.
         """
         sample, scores = Sample(self._keywords(row, MADE_UP_ANSWER), 1, f"a made-up answer to {where}"), []
         for part, score in self.parts:
@@ -94,7 +96,8 @@ class RewardManager:
                 continue
             began = time.perf_counter()
             try:
-                value, self.first[part.label] = score(sample)
+                with functions.time_limit(TRY_S) if part.entry.timeout_s is None else nullcontext():
+                    value, self.first[part.label] = score(sample)
             except Exception as error:
                 raise ConfigError(str(part_error(part, error, sample.place))) from error
             scores.append(f"{part.label} {value:g} ({time.perf_counter() - began:.1f} s)")
