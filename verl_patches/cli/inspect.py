@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from omegaconf import OmegaConf
 
-from verl_patches.cli.output import Json, print_data, print_json, print_table, print_text
+from verl_patches.cli.output import Json, console, print_data, print_json, print_table, print_text
 from verl_patches.cli.run import ConfigName, Overrides, Upstream, VerlPath, compose_run
 from verl_patches.errors import ConfigError, RecipeError, our_command, require_checks
 from verl_patches.layout.inventory import build_inventory
@@ -197,7 +198,7 @@ def samples_command(
     grep: Annotated[str | None, typer.Option(metavar="TEXT", help="Only where prompt or response has TEXT.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Show the responses of a step with their rewards."""
+    """Show the responses of a step with their rewards; in a terminal one at a time."""
     if best and worst:
         raise ConfigError("samples: expected --best or --worst, found both; leave out one")
     every = read_samples(find_start(run, output_root()), step)
@@ -209,7 +210,12 @@ def samples_command(
         raise typer.Exit(0 if listed else 1)
     if not (listed := [*shown]):
         raise RecipeError(f"samples: {run}: no response of the step is as the options say; leave out one of them")
-    for one in listed:
+    paged = console().is_terminal and sys.stdin.isatty()
+    for number, one in enumerate(listed):
+        if paged and number and input("Enter: the next one, q: end ") == "q":
+            break
+        if paged:
+            console().clear()
         _print_sample(one)
 
 
