@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from tests.run.record.test_report import run_summary, write_start
 from tests.scripts.test_commands import fault
-from verl_patches.__main__ import app
+from verl_patches.__main__ import EXAMPLES, app
 from verl_patches.cli import output
 from verl_patches.cli.output import print_command, print_table
 
@@ -53,6 +53,7 @@ def test_help_is_one_screen_with_the_whole_text_of_each_option_and_two_examples(
     printed = CliRunner().invoke(app, [*words, "--help"]).output
     lines = printed.splitlines()
     assert len(lines) <= 40 and max(map(len, lines)) <= 80, printed
+    assert len(EXAMPLES) == len(dict(all_commands(typer.main.get_command(app))))
     examples = [line.strip() for line in lines[lines.index("  Examples:") + 1 :] if line]
     assert len(examples) == 2 and [wrong for line in examples if (wrong := fault(shlex.split(line)))] == []
     command, shown = dict(all_commands(typer.main.get_command(app)))[words], "".join(printed.split())
