@@ -38,7 +38,7 @@ Logger = Literal["console", "tensorboard", "wandb", "mlflow", "swanlab", "vemlp_
 LoadFormat = Literal[
     "dummy", "dummy_megatron", "dummy_hf", "dummy_dtensor", "auto", "safetensors", "pt", "npcache", "fastsafetensors"
 ]
-_DEFAULT_TYPES = {str: Text, dict: dict[str, Any] | None, list: list[Any]}
+_DEFAULT_TYPES: dict[type, Any] = {str: Text, dict: dict[str, Any] | None, list: list[Any]}
 _VLLM = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 _GREEDY = (
     "greedy responses of one prompt are equal, so their advantages are 0; for greedy validation set "
