@@ -25,7 +25,7 @@ from verl_patches.layout.inventory import first_layers, read_model_shape
 from verl_patches.patching.spec import LINES, PatchSpec
 from verl_patches.recipe import VLLM_DTYPES, Recipe, recipe_from, recipe_keys
 from verl_patches.rewards.parts import reward_parts
-from verl_patches.run.engine_options import write_engine_options
+from verl_patches.run.engine_options import check_engine_options, rewrite_engine_options
 from verl_patches.run.resolve import CONFIGS_DIR, LAYER_COUNT_KEYS, MODEL_LAYERS_KEY, model_shape_file, resolve
 from verl_patches.run.run_start import with_start
 from verl_patches.run.verl_values import check_recipe, check_verl_values
@@ -103,7 +103,8 @@ def compose_config(config_name: str, overrides: Sequence[str] = (), *, verl_path
     check_recipe(OmegaConf.to_container(config.recipe))
     check_verl_values(OmegaConf.to_container(config), OmegaConf.to_container(base))
     reward_parts(config)
-    write_engine_options(config, override_keys(overrides))
+    check_engine_options(config, override_keys(overrides), config)
+    rewrite_engine_options(config)
     _write_layer_count(config)
     config.recipe.output_root = str(output_root(config.recipe.output_root))  # workers have other current folders
     folder = Path(config.recipe.output_root, config.recipe.run)

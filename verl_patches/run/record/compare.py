@@ -70,7 +70,10 @@ def _metric_error(metric: str, steps: list[int], a: Curves, b: Curves) -> Error:
     values_a, values_b = a.values[metric], b.values[metric]
     finite = [step for step in steps if math.isfinite(values_a[step]) and math.isfinite(values_b[step])]
     errors = {step: abs(values_a[step] - values_b[step]) for step in finite}
-    relative = [_relative_error(error, values_b[step]) for step, error in errors.items()]
+    relative = []
+    for step, error in errors.items():
+        reference = abs(values_b[step])
+        relative.append(error / reference if reference else math.inf if error else 0.0)
     at, largest = max(errors.items(), key=lambda found: found[1], default=(None, None))
     not_finite = next((step for step in steps if step not in errors), None)
     return Error(
@@ -79,23 +82,13 @@ def _metric_error(metric: str, steps: list[int], a: Curves, b: Curves) -> Error:
         steps=len(steps),
         first=steps[0],
         last=steps[-1],
-        absolute=_mean([*errors.values()]),
-        relative=_mean(relative),
+        absolute=sum(errors.values()) / len(errors) if errors else None,  # fsum raises where the sum overflows
+        relative=sum(relative) / len(relative) if relative else None,
         largest=largest,
         at=at,
         not_finite=not_finite,
         ends=(max(values_a), max(values_b)),
     )
-
-
-def _relative_error(error: float, reference: float) -> float:
-    if error == 0:
-        return 0.0
-    return error / abs(reference) if reference else math.inf
-
-
-def _mean(values: list[float]) -> float | None:
-    return sum(values) / len(values) if values else None  # not fsum, which raises where the sum overflows
 
 
 def limits_for(errors: Sequence[Error]) -> dict[str, float]:

@@ -1,8 +1,4 @@
-"""Reduce the recorded steps of a run to one figure for each name of the run's own table, `status` and the plots.
-
-Medians are over the steps after the first, which also builds, compiles and warms up, and without those that were
-profiled (recipe.profile.steps). Where no other steps exist, medians are over these.
-"""
+"""Reduce the recorded steps of a run to one figure for each name of the run's own table, `status` and the plots."""
 
 from __future__ import annotations
 
@@ -60,9 +56,12 @@ def validations(summary: Mapping[str, Any]) -> list[tuple[int, Mapping[str, Any]
 
 
 def medians(steps: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str, float | None]:
-    """Return the medians of names of STEP_KEYS over the timed steps."""
-    timed = timed_steps(steps)
-    return {name: reduce_steps(timed, name, statistics.median) for name in names}
+    """Return the medians of names of STEP_KEYS over the steps that show the run's pace.
+
+    These are not the first after each start, which warms up, nor profiled ones, unless there are no others.
+    """
+    usual = [step for step in steps[1:] if not step.get("profile") and not step.get("resumed_after")]
+    return {name: reduce_steps(usual or steps[1:] or steps, name, statistics.median) for name in names}
 
 
 def step_value(step: Mapping[str, Any], name: str) -> float | None:
@@ -70,23 +69,13 @@ def step_value(step: Mapping[str, Any], name: str) -> float | None:
     value: Any = step
     for key in STEP_KEYS.get(name) or ("rewards", name.removeprefix(REWARD_PREFIX)):
         value = (value or {}).get(key)
-    return _megabytes(value) if name.endswith(" MB") else value
+    return value / 1e6 if value is not None and name.endswith(" MB") else value
 
 
 def reduce_steps(steps: Iterable[Mapping[str, Any]], name: str, by: Callable[[list[float]], float]) -> float | None:
     """Return the values of a name of STEP_KEYS in some steps, reduced `by` a function; None where there are none."""
     values = [value for step in steps if (value := step_value(step, name)) is not None]
     return by(values) if values else None
-
-
-def _megabytes(size_bytes: float | None) -> float | None:
-    return None if size_bytes is None else size_bytes / 1e6
-
-
-def timed_steps(steps: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Return the steps that show the run's pace: not the first after each start, which warms up, nor profiled ones."""
-    usual = [step for step in steps[1:] if not step.get("profile") and not step.get("resumed_after")]
-    return usual or steps[1:] or steps
 
 
 def resumed_text(steps: Sequence[Mapping[str, Any]]) -> str:
