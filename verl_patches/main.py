@@ -107,9 +107,6 @@ class Controller:
 def run_task_runner(config) -> None:
     """Run verl's TaskRunner in this process, a Ray worker; verl's run_ppo would give it an actor of its own."""
     try:
-        from verl_patches.run.files import require_dataset_class
-
-        require_dataset_class(config.data.custom_cls.path, config.data.custom_cls.name)
         from verl.trainer.main_ppo import TaskRunner
 
         TaskRunner.__ray_metadata__.modified_class().run(config)

@@ -28,11 +28,7 @@ ENDS = {  # {command: {exit code: its words}}; DIR is a folder of the test
     "reshard-plan": {2: "--train absent --rollout tp2"},
     "report": {2: "DIR/absent"},
     "samples": {2: "DIR/absent"},
-    "compare": {
-        0: "DIR/run.jsonl --baseline DIR/run.jsonl",
-        1: "DIR/far.jsonl --baseline DIR/run.jsonl",
-        2: "DIR/absent",
-    },
+    "compare": {0: "DIR/run.jsonl DIR/run.jsonl", 1: "DIR/far.jsonl DIR/run.jsonl", 2: "DIR/absent DIR/run.jsonl"},
     "generate": {2: "DIR/absent DIR/in.jsonl DIR/out.jsonl"},
     "chat": {2: "DIR/absent"},
     "eval": {2: "DIR/absent DIR/out.jsonl"},

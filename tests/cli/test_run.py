@@ -217,7 +217,7 @@ def test_status_finds_a_run_by_its_folder_and_by_its_name_and_says_why_a_row_is_
     for given in ("named", "outputs/named"):
         done = CliRunner().invoke(app, ["status", "--run", given])
         assert done.exit_code == 0 and "row.a" in done.stdout
-        assert "switched off by -row.*" in done.stdout and "controller: off, workers 0-255: off" in done.stdout
+        assert "switched off by -row.*" in done.stdout and "off: 257 processes" in done.stdout
     text = refusal("status", "--run", "gone")
     assert "gone: " in text and f"in {tmp_path / 'outputs'}: named" in text
 

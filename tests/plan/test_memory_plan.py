@@ -10,7 +10,6 @@ from omegaconf import OmegaConf
 from tests.conftest import ROOT
 from tests.runs import composed
 from verl_patches.catalog import platform_rows
-from verl_patches.cli.output import memory_rows
 from verl_patches.errors import ConfigError
 from verl_patches.plan import activations
 from verl_patches.plan import memory_plan as memory_plan_module
@@ -71,9 +70,6 @@ def test_the_256_die_run_fits_in_the_order_that_it_follows_and_not_in_verls():
     ours, verls = plan(BIG), plan(BIG, rows=())
     assert ours["order"] == "ours, with vLLM's sleep mode" and ours["modelled"] and ours["swapped"]
     assert ours["peak_bytes"] <= ours["hbm_bytes"] == A3_SEEN_BYTES < verls["peak_bytes"]
-    for found, shown in ((ours, "53.0 GB"), (verls, "73.3 GB TOO MUCH")):
-        _, _, rows = memory_rows(found)
-        assert next(row for row in rows if row[0] == "wake_kv")[1] == shown
 
 
 def test_the_order_and_its_buffers_depend_on_the_rows_that_are_on():
@@ -131,8 +127,6 @@ def test_most_bytes_of_the_tensor_cache():
 def test_a_cpu_has_no_die_to_compare_with():
     planned = plan(TINY)
     assert planned["hbm_bytes"] is None and planned["order"] == "ours, with vLLM's sleep mode"
-    _, _, rows = memory_rows(planned)
-    assert " MB" in rows[0][1] and not any("TOO MUCH" in cell for row in rows for cell in row)
 
 
 def test_the_host_memory_of_the_runbook_and_the_presets_is_the_plans():

@@ -25,8 +25,6 @@ from verl_patches.errors import ConfigError, our_command
 from verl_patches.launch.smoke import SmokeOptions, smoke_overrides
 from verl_patches.recipe import recipe_keys
 from verl_patches.rules import RULES
-from verl_patches.run.record.compare import write_baseline
-from verl_patches.run.record.curves import read_curves
 from verl_patches.weights.run_folders import take_start
 
 ENGLISH = [page for page in PAGES if "zh" not in (page.parent.name, page.stem[-2:])]  # Chinese pages have the same
@@ -226,8 +224,6 @@ def copy(repository_copy):
         (folder / "metrics.jsonl").write_text('{"step": 1, "critic/score/mean": 0.5}\n')
     (repository_copy / "outputs" / "gpu").mkdir()
     (repository_copy / "outputs" / "gpu" / "verl.log").write_text("step:1 - critic/score/mean:0.500\n")
-    curves = read_curves(repository_copy / "outputs" / "gpu" / "verl.log", repository_copy)
-    write_baseline(repository_copy / "outputs" / "nightly.json", curves)
     return repository_copy
 
 

@@ -6,7 +6,6 @@ import pytest
 
 from tests.runs import composed
 from tests.symbols import symbol_source
-from verl_patches.cli.run import _refuse_planned_keys
 from verl_patches.errors import ConfigError
 from verl_patches.plan.memory_plan import LAYERS_KEY
 from verl_patches.recipe import recipe_keys
@@ -52,9 +51,7 @@ def test_a_key_of_the_pin_file_is_refused_by_name(line):
     keys = {override.lstrip("+").partition("=")[0] for override in given}
     entries = [entry for entry in pins.unsupported_on(line) if entry.key in keys]
     assert [entry.key for entry, _ in refused_keys(composed(TINY, given))] == [entry.key for entry in entries]
-    assert [detail.partition(" is ")[0] for detail in refused_details(given)] == [
-        e.key for e in entries if not e.planned
-    ]
+    assert [detail.partition(" is ")[0] for detail in refused_details(given)] == [entry.key for entry in entries]
 
 
 def test_a_neutral_config_and_keys_that_only_vllm_reads_are_not_refused():
@@ -88,25 +85,14 @@ def test_the_keywords_that_verl_passes_to_vllm_are_those_of_the_pin_file(line, p
     assert {word.arg for word in call.keywords if word.arg} == listed
 
 
-def test_planned_keys_pass_the_checks_and_stop_a_start():
-    neutral = [
-        "distributed_timeout_minutes=30",
-        "adam_beta2=0.999",
-        "moe_alltoall_overlap_comm=false",
-        "gemm_gradient_accumulation_fusion=false",
-        "swap_optimizer=false",
-    ]
-    given = ["recipe.line=pypi", f"{LAYERS_KEY}=4"]
-    run = composed(LARGE, [*given, *(f"recipe.train.{key}" for key in neutral)])
-    ((entry, layers),) = refused_keys(run)
-    assert layers == [7, 7, 8, 8, 8, 8, 8, 7] and entry.planned
-    shown = list(support_checks(run))
-    assert [c.ok for c in shown] == [True] and all("a start is refused" in c.detail for c in shown)
-    with pytest.raises(ConfigError, match="cannot act on recipe.train.layers_per_stage"):
-        _refuse_planned_keys(run)
+def test_layers_of_each_stage_are_refused_on_line_pypi_alone():
+    neutral = ["swap_optimizer=false", "moe_alltoall_overlap_comm=false", "gemm_gradient_accumulation_fusion=false"]
+    neutral += ["distributed_timeout_minutes=30", "adam_beta2=0.999"]
+    run = composed(LARGE, ["recipe.line=pypi", f"{LAYERS_KEY}=4", *(f"recipe.train.{key}" for key in neutral)])
+    (check,) = support_checks(run)
+    assert not check.ok and "recipe.train.layers_per_stage is [7, 7, 8, 8, 8, 8, 8, 7]" in check.detail
     there = composed(LARGE, [f"{LAYERS_KEY}=4"])
     assert there.line == "a3" and refused_keys(there) == []
-    _refuse_planned_keys(there)
 
 
 def test_every_key_of_recipe_train_is_refused_or_read_on_line_pypi():

@@ -61,7 +61,7 @@ class Outcome:
     reason: str
     folder: Path
     wall_s: float
-    peak_pss_bytes: dict[str, int] = field(default_factory=dict)
+    peak_rss_bytes: dict[str, int] = field(default_factory=dict)
 
 
 def run(
@@ -370,6 +370,6 @@ def write_summary(
         reason = f"the driver exited with {code}; driver.log has no traceback and ends with: {last}"
     minimal: dict[str, Any] = {"versions": {}, "steps": [], "logprob_delta": None, "patches": []}
     # not the driver's, which may have ended before it wrote them
-    known = {"resumed_step": head["resumed_step"], "peak_pss_bytes": peaks, "exit": reason}
+    known = {"resumed_step": head["resumed_step"], "peak_rss_bytes": peaks, "exit": reason}
     write_json(folder / "summary.json", {**head, **minimal, **summary, **known})
     return code, reason

@@ -80,10 +80,7 @@ def ask_nodes(request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
 
 
 def require_nodes(run: RunSpec) -> None:
-    """Refuse a run whose Ray could not be joined or started.
-
-    Either no Ray answers, or its nodes lack resources.
-    """
+    """Refuse a run whose Ray could not be joined or started: no Ray answers, or its nodes lack resources."""
     if run.recipe.ray_address is not None:
         check_nodes(run, list_nodes(run.recipe.ray_address))
     elif run.verl.trainer.nnodes > 1:

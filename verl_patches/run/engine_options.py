@@ -34,12 +34,6 @@ _ABSENT = object()  # a key whose value is null is present
 _GRAPH_DECIDED_KEYS = ("enforce_eager", "free_cache_engine")
 
 
-def write_engine_options(config: DictConfig, overrides: Collection[str]) -> None:
-    """Check recipe.rollout.ascend and write it into `config`; do nothing unless the platform is npu or npu_emulated."""
-    check_engine_options(config, overrides, config)
-    rewrite_engine_options(config)
-
-
 def check_engine_options(config: DictConfig, overrides: Collection[str], given: DictConfig) -> None:
     """Refuse keys in `overrides`, and options in engine_kwargs of `given` (still as given), that ASCEND_KEY decides."""
     if not as_npu(config.recipe.platform):

@@ -22,12 +22,6 @@ _NO_LOCK_ERRNOS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 _WRITABLE_FOLDER = "expected a writable folder (recipe.output_root, recipe.run)"
 
 
-def require_output_folder(run: RunSpec) -> None:
-    """Refuse a run whose folder could not be made; nothing is written."""
-    if not can_write_below(str(run.home)):
-        raise ConfigError(f"{run.home}: {_WRITABLE_FOLDER}, found one that this user cannot write, or no folder")
-
-
 def require_lasting_folders(run: RunSpec) -> None:
     """Refuse a run on NPUs that would write into its container's own file system, which is deleted with it.
 
@@ -55,7 +49,8 @@ def require_lasting_folders(run: RunSpec) -> None:
 
 def require_start(run: RunSpec) -> NextStart:
     """Return where the run would start, without writing; raise ConfigError where it could not (run/run_start.py)."""
-    require_output_folder(run)
+    if not can_write_below(str(run.home)):
+        raise ConfigError(f"{run.home}: {_WRITABLE_FOLDER}, found one that this user cannot write, or no folder")
     if run.no_start:
         raise ConfigError(run.no_start)
     return run.start

@@ -50,17 +50,13 @@ class Phrase(_Strict):
 
 
 class Unsupported(_Strict):
-    """Describe a configuration key without effect, or with a wrong one, on `lines`; only `neutral` values are accepted.
-
-    planned: no patch acts on the key yet; --dry-run shows such a run, but a start is refused.
-    """
+    """Describe a configuration key without effect, or with a wrong one, on `lines`, but for its `neutral` values."""
 
     key: str
     lines: tuple[LineName, ...]
     neutral: tuple[Any, ...]
     why: str
     instead: str
-    planned: bool = False
 
 
 class Container(_Strict):

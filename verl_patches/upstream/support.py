@@ -38,11 +38,9 @@ def key_refusal(config: DictConfig, key: str) -> str | None:
 
 
 def support_checks(run: RunSpec) -> Iterator[Check]:
-    """Refuse keys that the run's line does not support; a planned key is a note, which allows only a dry run."""
+    """Refuse keys that the run's line does not support, and keywords that vLLM's engine does not have."""
     for entry, value in refused_keys(run):
-        text = refusal_text(entry, value, run.line)
-        planned = f"a start is refused: {text}"
-        yield Check(f"line {run.line}", entry.planned, planned if entry.planned else text, note=entry.planned)
+        yield Check(f"line {run.line}", False, refusal_text(entry, value, run.line))
     known = vllm_arguments()
     for keyword in OmegaConf.select(run.verl, _ENGINE_KEYS) or ():
         if known and keyword not in known:
