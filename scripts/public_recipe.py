@@ -122,7 +122,7 @@ SETTINGS = (
         (None, 8),
         "start; the page's first figures: 4",
         f"{_CHECKPOINT}_num_layers",
-        "61, as 8 there, means all layers of each stage",
+        "which means all layers of each stage, as 8 does there",
     ),
     Setting("moe_alltoall_overlap_comm", True, _ENGINE, f"{_TRAIN}.moe_alltoall_overlap_comm"),
     Setting("gemm_gradient_accumulation_fusion", True, _ENGINE, f"{_TRAIN}.gemm_gradient_accumulation_fusion"),
