@@ -57,7 +57,6 @@ EXAMPLES = {  # {command: words of two calls, which end its --help}
     "digest": ("", "--switches line=a3,platform=npu"),
     "install-prelude": ("", "--undo"),
     "check": ("--line pypi", "--line a3 --upstream upstream"),
-    "fingerprint": ("--line pypi", "update.recipe_by_default --line pypi"),
     "smoke": ("", "--steps 5 --run mine layout=ep2"),
     "train": ("--config-name moonlight_16die --dry-run", "--config-name moonlight_16die recipe.run=mine"),
     "plan": ("deepseekv3_128die", "deepseekv3_128die --search --dies 256"),
@@ -76,9 +75,8 @@ EXAMPLES = {  # {command: words of two calls, which end its --help}
     "data build": ("data/sample.yaml", "data/sample.yaml input=mine.jsonl -o mine"),
     "data from-rollouts": ("smoke -o best", "smoke -o pairs --to pairs"),
     "weights convert": ("DeepSeek-V3 bf16 --hf", 'bf16 megatron --layout "tp2 ep4 @8"'),
-    "weights export": ("smoke hf", "outputs/smoke/0001 hf --fp8"),
+    "weights export": ("smoke hf", "outputs/smoke/0001 hf"),
     "weights verify": ("DeepSeek-V3", "checkpoints/global_step_10"),
-    "weights show": ("DeepSeek-V3", "DeepSeek-V3 --tensor model.norm.weight"),
 }
 for group, names in ((app, ()), (cluster.app, ("cluster",)), (data.app, ("data",)), (weights.app, ("weights",))):
     for command in group.registered_commands:

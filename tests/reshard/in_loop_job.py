@@ -101,6 +101,7 @@ class World:
         reshard = SimpleNamespace(bucket_bytes=case.bucket_bytes, verify=verify)
         recipe = SimpleNamespace(reshard=reshard, weight_sync=SimpleNamespace(enabled=True))
         layouts = {"train": case.train, "rollout": case.rollout, "rollout_library": case.rollout_library}
+        layouts["train_library"] = case.train_library
         vars(self.manager).update(
             run_spec=SimpleNamespace(line="pypi", recipe=recipe, **layouts),
             actor_module=[torch.nn.Linear(1, 1, dtype=getattr(torch, case.model.torch_dtype))],

@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 from tests.patching.world import row
 from verl_patches.__main__ import app
 from verl_patches.catalog import ROWS, all_rows, platform_rows
-from verl_patches.errors import ConfigError
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.spec import ROLES
 from verl_patches.patching.switches import PATCHES_VAR, Switches, parse_switches
@@ -113,8 +112,3 @@ def test_status_has_a_table_for_each_role():
     counts = Counter(spec.role for spec in ROWS)
     assert titles == [f"patches for line=a3,platform=npu, {role}: {counts[role]} rows" for role in ROLES]
     assert re.search(r"rollout.engine +waiting", printed) and "feature critic is off" in printed
-
-
-def test_an_id_that_the_catalogue_lacks_is_refused():
-    with pytest.raises(ConfigError, match="no row t.e; .* another version"):
-        Engine((C,), parse_switches("line=pypi,platform=cpu,rows=t.c:t.e"))

@@ -66,7 +66,7 @@ def search(
     base = changed_run(run, given | ANY_LAYOUT_KEYS)
     splits = [ranks for ranks in range(2, dies + 1) if not (dies % ranks or base.model.n_routed_experts % ranks)]
     refusals = ["; ".join(hccl.mc2_faults(machine.mc2, base.model, ranks, tokens=1)) for ranks in splits]
-    if hccl.decodes_by_mc2(base) and all(refusals):
+    if splits and hccl.decodes_by_mc2(base) and all(refusals):
         raise ConfigError(f"plan --search: {min(refusals, key=len)}")
     listed, refused, rollouts = [], Counter[str](), list(_rollout_sides(base, workload, splits))
     trains = list(_train_sides(changed_run(base, rollouts[0][1]), workload, splits)) if rollouts else []

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import Inventory, build_inventory, read_model_shape
 from verl_patches.layout.parallel import ParallelLayout
-from verl_patches.layout.sharding import Shard, local_parameters, train_library
+from verl_patches.layout.sharding import Shard, local_parameters
 from verl_patches.memory.live_memory import storage_id, view_id
 from verl_patches.reshard.parameters import UNSTACKED, ParameterContents, named_weights, parse_name
 from verl_patches.reshard.rank_errors import gather
@@ -79,16 +79,10 @@ def train_tensors(
     return train_tensors_from_native(native_tensors(chunks), inventory, layout, rank, library)
 
 
-def inventory_and_library(
-    chunks: Sequence[torch.nn.Module], hf_config: Any, line: str, value: bool = False
-) -> tuple[Inventory, str]:
-    """Return the inventory of `hf_config` in the dtype of `chunks`, and the key of layout.sharding.LIBRARIES on `line`.
-
-    `value`: it is a value model (`build_inventory`).
-    """
+def trained_inventory(chunks: Sequence[torch.nn.Module], hf_config: Any, value: bool = False) -> Inventory:
+    """Return the inventory of `hf_config` in the dtype of `chunks`; `value`: of a value model (`build_inventory`)."""
     dtype = str(next(chunks[0].parameters()).dtype).removeprefix("torch.")
-    model = replace(read_model_shape(hf_config.to_dict()), torch_dtype=dtype)
-    return build_inventory(model, value), train_library(line)
+    return build_inventory(replace(read_model_shape(hf_config.to_dict()), torch_dtype=dtype), value)
 
 
 def model_layout(chunks: Sequence[torch.nn.Module]) -> ParallelLayout:

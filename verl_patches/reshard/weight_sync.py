@@ -20,7 +20,7 @@ from verl_patches.reshard.destination import Destinations, learn_destinations
 from verl_patches.reshard.execute import Executor, SyncReport, build_executor
 from verl_patches.reshard.plan import ReshardPlan, plan_reshard
 from verl_patches.reshard.rank_errors import catch_errors, raise_on_any_rank
-from verl_patches.reshard.train_tensors import TrainTensor, inventory_and_library, train_tensors, views_are_valid
+from verl_patches.reshard.train_tensors import TrainTensor, train_tensors, trained_inventory, views_are_valid
 from verl_patches.reshard.verify import Verifier, check_map
 from verl_patches.spec import RunSpec
 
@@ -36,7 +36,7 @@ class WorkerReshard:
     def __init__(self, run: RunSpec, chunks: Sequence[torch.nn.Module], hf_config: Any, device: torch.device):
         self.run, self.chunks, self.device = run, chunks, device
         self.rank = dist.get_rank()
-        self.inventory, self.library = inventory_and_library(chunks, hf_config, run.line)
+        self.inventory = trained_inventory(chunks, hf_config)
         self.sources: dict[str, TrainTensor] = {}
         self.destinations: Destinations  # `_map_moved_memory` sets it, and the plan
         self.plan: ReshardPlan
@@ -87,7 +87,7 @@ class WorkerReshard:
         log.info("weight sync: mapping the weights in training and in vLLM memory")
 
         def learn():
-            self.sources = train_tensors(self.chunks, self.inventory, self.run.train, self.rank, self.library)
+            self.sources = train_tensors(self.chunks, self.inventory, self.run.train, self.rank, self.run.train_library)
             self.destinations = learn_destinations(model, self.inventory, rank=self.rank)
 
         raise_on_any_rank(catch_errors(learn), None, self.device, "training or rollout weights cannot be mapped")
@@ -107,7 +107,7 @@ class WorkerReshard:
             self.inventory,
             self.run.train,
             self.run.rollout,
-            train_library=self.library,
+            train_library=self.run.train_library,
             rollout_library=self.run.rollout_library,
             bucket_bytes=self.run.recipe.reshard.bucket_bytes,
         )

@@ -94,16 +94,14 @@ def _step_alarms(
         yield from _above("expert_collapse", share, bounds.expert_load, text)
     tokens = step["tokens"]
     if tokens and not step.get("objective"):  # the lengths of fixed data do not depend on the model
-        mean, usual = (
-            tokens["response_mean"],
-            _median(first, lambda record: (record["tokens"] or {}).get("response_mean")),
-        )
+        mean = tokens["response_mean"]
+        usual = _median(first, lambda record: (record["tokens"] or {}).get("response_mean"))
         limit = (bounds.length_share or 0.0) * (usual or 0.0)
         if mean < limit:
-            text = f"responses have {mean:.1f} tokens on average; expected at least {limit:.1f}"
-            yield Alarm(
-                "length_collapse", mean, limit, f"{text}, {bounds.length_share:g} of the first steps' {usual:.1f}"
+            text = (
+                f"responses have {mean:.1f} tokens on average; expected at least {limit:.1f}, {bounds.length_share:g}"
             )
+            yield Alarm("length_collapse", mean, limit, f"{text} of the first steps' {usual:.1f}")
         text = f"{tokens['at_limit']:.0%} of the responses end at the length limit"
         yield from _above("length_limit", tokens["at_limit"], bounds.at_limit, text)
     usual = _median(first, lambda record: (record["logprob_delta"] or {}).get("mean"))

@@ -117,6 +117,10 @@ def _check_small_files(source: Source, names: Iterable[str]) -> None:
 
 def _write_files(job: _Job, files: list[OutFile], processes: int) -> Iterator[tuple[OutFile, int]]:
     """Write `files` in `processes` processes, and yield (file, bytes read) as they end; an error ends the rest."""
+    if processes == 1:
+        for file in files:
+            yield file, _write_file(job, file)
+        return
     fork = multiprocessing.get_context("fork")  # so that the large plan of 671B is not pickled
     with ProcessPoolExecutor(processes, fork, _start_process, (job,)) as pool:
         futures = {pool.submit(_write_file_in_process, file): file for file in files}

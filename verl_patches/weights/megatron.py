@@ -160,7 +160,7 @@ def read_rank_file(path: Path) -> RankFile:
                 raise ValueError("compressed records, which torch.save does not write")
             with file.open(head) as pickled:
                 state = dict(Unpickler(pickled).load())
-        with path.open("rb") as file:
+        with path.open("rb", buffering=0) as file:
             places = {name: _data_offset(file, info.header_offset) for name, info in records.items()}
     except Exception as error:  # a pickle may raise anything
         found = f"is not a complete file of torch.save ({type(error).__name__}: {error}); copy or convert it again"

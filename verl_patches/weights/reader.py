@@ -27,6 +27,7 @@ from verl_patches.weights.manifest import DIGEST_DIGITS, ITEM_BYTES, MANIFEST, S
 from verl_patches.weights.source import Source, SourceTensor, scale_shape
 
 BAND_BYTES = 4 << 20  # bytes of stored values that are read at once
+_LEAST_ROW_BYTES = 1024  # where the wanted columns have fewer bytes in each row, whole rows are read
 _READ_BYTES = 64 << 20  # most bytes of one read, after which `progress` is called
 _CACHED_REGIONS = 4  # number of regions of states that are cached for the next reads
 COPY_ADVICE = (
@@ -59,7 +60,7 @@ def require_finite(value: torch.Tensor, name: str) -> None:
 class _Window(NamedTuple):
     """Describe the overlap of a stored part and a region of one tensor; a tensor [R] is taken for [R, 1].
 
-    `rows`, `columns`: those of the part that overlap. `read`: rows of the part that are read for them, whole.
+    `rows`, `columns`: those of the part that overlap. `read`: (rows, columns) of the part that are read for them.
     `width`: number of all columns of the part. `row`, `column`: where the overlap begins in the region. `digest`: a
     sha256 over the bytes read, where they are compared with the manifest's.
     """
@@ -67,7 +68,7 @@ class _Window(NamedTuple):
     part: StoredPart
     rows: range
     columns: range
-    read: range
+    read: tuple[range, range]
     width: int
     row: int = 0
     column: int = 0
@@ -159,16 +160,21 @@ class WeightReader:
             width = len(held[1])
             whole = self.read_whole or (len(rows), len(columns)) == (len(held[0]), width)
             digest = hashlib.sha256() if self.verify and whole and part.sha256 else None
+            read_rows = range(len(held[0])) if digest else rows
+            before = columns.start % self._block[1] if tensor.scale else 0  # columns before them in the first FP8 block
+            read = range(columns.start - before, columns.stop)
+            if digest or len(read) * ITEM_BYTES[tensor.dtype] < _LEAST_ROW_BYTES:
+                read = range(width)
             at = first[0] - wanted[0].start, first[1] - wanted[1].start
-            yield _Window(part, rows, columns, range(len(held[0])) if digest else rows, width, *at, digest)
+            yield _Window(part, rows, columns, (read_rows, read), width, *at, digest)
 
     def _bands(self, tensor: SourceTensor, window: _Window) -> Iterator[range]:
         """Yield the rows of a window in bands; for FP8 each band begins with a block, or lies in one."""
-        rows = window.read
+        rows, columns = window.read
         if window.part.column_stride:
             yield rows
             return
-        step = max(1, BAND_BYTES // (window.width * ITEM_BYTES[tensor.dtype]))
+        step = max(1, BAND_BYTES // (len(columns) * ITEM_BYTES[tensor.dtype]))
         height = self._block[0] if tensor.scale else 1
         step = max(height, step // height * height)
         start = rows.start
@@ -191,24 +197,35 @@ class WeightReader:
 
     def _values(self, tensor: SourceTensor, window: _Window, rows: range, scales: torch.Tensor | None) -> torch.Tensor:
         """Return [rows, columns] of a window: FP8 decoded to bf16, otherwise a view of the bytes that are read."""
-        part = window.part
+        part, columns = window.part, window.read[1]
         if part.column_stride:
             lines = self._lines(part, window.columns, tensor.dtype)
             return lines[:, part.column_start + rows.start : part.column_start + rows.stop].t()
-        row_bytes = window.width * ITEM_BYTES[tensor.dtype]
-        size = len(rows) * row_bytes
+        size = len(rows) * len(columns) * ITEM_BYTES[tensor.dtype]
         if self._buffer.numel() < size:
             self._buffer = torch.empty(max(size, BAND_BYTES), dtype=torch.uint8)
         stored = self._buffer[:size]
-        view = tensor_bytes(stored)
-        self._read_into(view, part.file, part.offset + rows.start * row_bytes)
+        self._read_rows(window, rows, tensor_bytes(stored))
+        value = stored.view(TORCH_DTYPES[tensor.dtype]).view(len(rows), len(columns))
+        if scales is not None:
+            height, width = self._block
+            row_scales = scales[rows.start // height :, columns.start // width :]
+            value = fp8.decode(value, row_scales, self._block, torch.bfloat16, tensor.name)
+        first = window.columns.start - columns.start
+        return value[:, first : first + len(window.columns)]
+
+    def _read_rows(self, window: _Window, rows: range, view: memoryview) -> None:
+        """Fill `view` with the stored bytes of `rows` of the columns that a window reads."""
+        length, part, columns = len(view) // len(rows), window.part, window.read[1]
+        item = length // len(columns)
+        row, at = window.width * item, part.offset + rows.start * window.width * item + columns.start * item
+        if length == row:
+            self._read_into(view, part.file, at)
+        else:
+            for number in range(len(rows)):
+                self._read_into(view[number * length : (number + 1) * length], part.file, at + number * row)
         if window.digest is not None:
             window.digest.update(view)
-        value = stored.view(TORCH_DTYPES[tensor.dtype]).view(len(rows), window.width)
-        if scales is not None:
-            row_scales = scales[rows.start // self._block[0] :]
-            value = fp8.decode(value, row_scales, self._block, torch.bfloat16, tensor.name)
-        return value[:, window.columns.start : window.columns.stop]
 
     def _lines(self, part: StoredPart, wanted: range, dtype: str) -> torch.Tensor:
         """Return stored columns `wanted` of a stack of experts, each as a row; gate and up share one read."""

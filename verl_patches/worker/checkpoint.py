@@ -36,7 +36,7 @@ from verl_patches.memory.schedule import CRITIC
 from verl_patches.patching.engine import is_on
 from verl_patches.platform import NO_DEVICE
 from verl_patches.reshard.rank_errors import catch_errors, raise_on_any_rank
-from verl_patches.reshard.train_tensors import inventory_and_library, native_tensors
+from verl_patches.reshard.train_tensors import native_tensors, trained_inventory
 from verl_patches.weights import checkpoint_files
 from verl_patches.weights.checkpoint_files import CheckpointError, StoredTensor, TrainState
 from verl_patches.weights.load import read_counter, wait_for_ranks
@@ -102,12 +102,10 @@ class WorkerCheckpoint:
     def train_state(self) -> TrainState:
         """Return the train state of this rank, made once."""
         if self._state is None:
-            trained, recipe, rank = self.worker.trained, self.recipe, dist.get_rank()
-            value = trained.groups == CRITIC
-            inventory, library = inventory_and_library(trained.chunks, trained.hf_config, recipe.line, value)
-            layout = self.worker.run.train
-            native = native_tensors(trained.chunks)
-            self._state = TrainState(native, trained.optimizer, inventory, layout, rank, library)
+            trained, run = self.worker.trained, self.worker.run
+            inventory = trained_inventory(trained.chunks, trained.hf_config, trained.groups == CRITIC)
+            native, of_rank = native_tensors(trained.chunks), (run.train, dist.get_rank(), run.train_library)
+            self._state = TrainState(native, trained.optimizer, inventory, *of_rank)
         return self._state
 
     # ---- save

@@ -26,7 +26,7 @@ from verl_patches.patching import engine
 from verl_patches.patching.engine import is_on
 from verl_patches.reshard.rank_errors import gather
 from verl_patches.reshard.region import Region, region_view
-from verl_patches.reshard.train_tensors import inventory_and_library, model_layout, train_tensors
+from verl_patches.reshard.train_tensors import model_layout, train_tensors, trained_inventory
 from verl_patches.spec import RUN, run_from_config
 from verl_patches.weights.load import WAIT_S, copy_weights, load_weights, weights_difference
 from verl_patches.worker.context import context
@@ -155,8 +155,8 @@ def weight_converters() -> dict[Any, Callable]:
 def gathered_weights(chunks: Sequence[torch.nn.Module], hf_config: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (HF name, whole tensor) of every weight on every rank, in the training dtype. Collective over all ranks."""
     rank, layout = dist.get_rank(), model_layout(chunks)
-    inventory, library = inventory_and_library(chunks, hf_config, "a3")
-    held = train_tensors(chunks, inventory, layout, rank, library)
+    inventory = trained_inventory(chunks, hf_config)
+    held = train_tensors(chunks, inventory, layout, rank, "mindspeed")
     holders: dict[str, dict[Region, int]] = {}
     for holder, regions in enumerate(gather([tensor.region for tensor in held.values()])):
         for region in regions:

@@ -165,8 +165,9 @@ def test_limits_and_memory(make_node, tmp_path, monkeypatch):
     memory = found["memory: host"]
     assert memory.state == "problem" and "771.5 by the workers" in memory.expected  # docs/256-die-runbook.md
     need = node_host_bytes(make_node().run, psutil.virtual_memory().total)
-    least = need.pinned + need.workers
-    for left, state in ((least - 1, "problem"), (least, "note"), (sum(need), "fine")):  # the object store may be full
+    least = need["pinned_bytes"] + need["workers_bytes"]
+    # the object store may be full
+    for left, state in ((least - 1, "problem"), (least, "note"), (need["node_bytes"], "fine")):
         monkeypatch.setattr(node_checks, "available_bytes", lambda cgroup, left=left: left)
         assert findings(make_node(), "memory")["memory: host"].state == state
 

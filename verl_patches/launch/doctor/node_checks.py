@@ -231,14 +231,15 @@ def available_bytes(cgroup: Path) -> int:
 
 def _memory(node: Node) -> Iterator[Result]:
     need = node_host_bytes(node.run, psutil.virtual_memory().total)
-    store, least = need.object_store, need.pinned + need.workers
+    store, whole = need["object_store_bytes"], need["node_bytes"]
+    least = whole - store
     shared, left = shutil.disk_usage("/dev/shm"), available_bytes(node.machine.cgroup)
     found = f"{shared.total / GB:.1f} GB, {shared.free / GB:.1f} GB free"
     todo = "docker run --shm-size 256g, as scripts/start_container.sh sets"
     yield Result(shared.total >= store, found, f"{store / GB:.1f} GB for Ray's object store", todo, "/dev/shm")
-    expected = f"{sum(need) / GB:.1f} GB (modelled): {need.pinned / GB:.1f} by the workers, "
-    expected += f"{need.workers / GB:.1f} for their processes, the rest in /dev/shm"
-    state = "note" if least <= left < sum(need) else ""
+    expected = f"{whole / GB:.1f} GB (modelled): {need['pinned_bytes'] / GB:.1f} by the workers, "
+    expected += f"{need['workers_bytes'] / GB:.1f} for their processes, the rest in /dev/shm"
+    state = "note" if least <= left < whole else ""
     yield Result(left >= least, f"{left / GB:.1f} GB available", expected, name="host", state=state)
 
 
