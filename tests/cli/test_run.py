@@ -169,10 +169,11 @@ def run_smoke(monkeypatch, tmp_path):
 
 def test_rows_that_the_user_switched_off_are_named_first_and_last(run_smoke):
     off = "recipe.patches=[-model.mla_k_pe_grad,-reward.pass_at_k]"
-    first, *_, last, proved, not_proved = run_smoke(0, off).stdout.splitlines()
+    first, *_, last, proved, not_proved, follow, one, two, three = run_smoke(0, off).stdout.splitlines()
     off_text = "2 rows off by you: reward.pass_at_k, model.mla_k_pe_grad"
     assert proved.startswith("This proved: ") and not_proved.startswith("It did not prove: ")
     assert first.startswith(off_text) and last.startswith("ok in 1 s") and off_text in last
+    assert follow == "next:" and [line.split()[3] for line in (one, two, three)] == ["status", "samples", "plan"]
     assert off_text in run_smoke(1, off).stderr
     assert "off by you" not in run_smoke(0).output  # control: nothing is switched off
 

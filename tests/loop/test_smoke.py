@@ -59,9 +59,8 @@ def test_three_steps_leave_a_complete_record(smoke, tmp_path):
     assert len(health) == 3
     assert all(f"{name} s" in run.progress for name in PHASES) and summary["logprob_delta"]["mean"] < 1e-5
     stages = list(dict.fromkeys(re.findall(r"^\[ *\d+ s\] (.*)", run.output, re.MULTILINE)))  # until step 1
-    assert (
-        stages[:2] == ["starting Ray", "Ray is up, starting the controller"] and "of 2 ranks have started" in stages[2]
-    )
+    stages = stages[stages.index("starting Ray") :]  # in a fresh folder the model and the data are made before it
+    assert stages[1] == "Ray is up, starting the controller" and "of 2 ranks have started" in stages[2]
     assert not any("step 1" in stage for stage in stages)
     shown = [text for text in run.output.splitlines() if re.match(r"step +reward|  +\d ", text)]
     assert [text.split()[0] for text in shown] == ["step", "1", "2", "3"] and max(map(len, shown)) <= 80

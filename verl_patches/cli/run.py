@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, Literal, NoReturn
 
+import psutil
 import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -134,7 +135,7 @@ def smoke_command(
     ray_cluster.require_nodes(spec)
     require_checks(disk_checks(spec, starts=True))
     with _progress_display(as_json, wide, off) as show:
-        inputs.make(lambda text: show(f"| {text}"))
+        inputs.make(lambda text: show(f"~ {text}"))
         require_checks(_file_checks(spec))
         outcome = launcher.run(spec, show, dirty=dirty)
     _report_outcome(outcome, spec, as_json, off)
@@ -379,14 +380,16 @@ def _file_checks(run: RunSpec) -> Iterator[Check]:
 def _progress_display(silent: bool, wide: bool = False, first: str = "") -> Iterator[Callable[[str], None]]:
     """Yield a function that shows lines of progress.log (trainer/record.py): permanent ones, the step table, the stage.
 
-    `wide`: the table's "+ " lines, else its "- " lines. The stage ("~ ") stands below them with the seconds so far; in
-    a pipe or file it has a line of its own, and only until step 1. `first` is shown at once.
+    `wide`: the table's "+ " lines, else its "- " lines. The stage ("~ ") stands below them with the seconds since this
+    process began; in a pipe or file it has a line of its own, and only until step 1. `first` is shown at once.
     """
     console = Console(quiet=silent, highlight=False, markup=False, soft_wrap=True)
-    shown_prefixes, piped, began = ("| ", "= ", "+ " if wide else "- "), not console.is_terminal, time.monotonic()
+    shown_prefixes, piped = ("| ", "= ", "+ " if wide else "- "), not console.is_terminal
+    began = time.monotonic() - (time.time() - psutil.Process().create_time())
     columns = SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False)
     with Progress(*columns, console=console, transient=True, disable=silent or piped) as stage:
         now = stage.add_task("starting")
+        stage.tasks[0].start_time = began
 
         last, again_at = "", 0.0  # the stage of the start, and when it is shown again in a pipe
 
@@ -423,6 +426,7 @@ def _report_outcome(outcome: launcher.Outcome, run: RunSpec, as_json: bool, off:
                 proof = "training on fixed data runs here, without a rollout engine"
             exceptions = "" if compared and not off else "that vLLM holds the actor's weights and every row works, "
             typer.echo(f"This proved: {proof}.\nIt did not prove: {exceptions}{smoke.UNPROVED_TEXT}.")
+        typer.echo("\n".join(["next:", *(f"  {our_command(*words)}" for words in _next_commands(run))]))
     if outcome.code:
         logs = f"  log: {outcome.folder / 'driver.log'}"
         if (outcome.folder / "ray_logs").is_dir():
@@ -435,6 +439,18 @@ def _report_outcome(outcome: launcher.Outcome, run: RunSpec, as_json: bool, off:
             typer.echo(printable(f"  {line}", keep="\n\t"), err=True)
     # 2: the controller found an input wrong; > 128: ended by a signal
     raise typer.Exit(outcome.code if outcome.code == 2 or outcome.code > 128 else min(outcome.code, 1))
+
+
+def _next_commands(run: RunSpec) -> list[tuple[str, ...]]:
+    """Return the words of three commands for a run that has ended well: look at it, read its samples, go on."""
+    name = run.recipe.run if run.home == output_root() / run.recipe.run else str(run.home)
+    second = ("samples", name, "--worst") if run.samples and run.recipe.rollout.record else ("report", name)
+    third: tuple[str, ...] = ("compare", name, "OTHER_RUN")
+    if run.verl.trainer.save_freq > 0:
+        third = ("eval", name, f"{name}-scores") if run.samples else ("weights", "export", name, f"{name}-hf")
+    elif run.platform != "npu":
+        third = ("plan", "moonlight_16die")
+    return [("status", name), second, third]
 
 
 def _resume_advice(run: RunSpec, record: Path) -> list[str]:
