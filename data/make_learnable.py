@@ -1,6 +1,6 @@
 """Make train.parquet and test.parquet of the task that tiny random models can learn.
 
-    python data/make_learnable.py ROWS -o DIR [--answers paired|unpaired] [--seed N] [--overwrite]
+    python data/make_learnable.py ROWS -o DIR [--answers paired|unpaired] [--seed N]
     python data/make_learnable.py ROWS -o FILE.jsonl [--seed N] [--overwrite]     records for `data build`
 
 verl_patches/rewards/learnable.py rewards it and `scripts/smoke.sh` trains on it. Exit codes: 0 written, 2 wrong use.
@@ -20,7 +20,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.rewards.learnable import DATA_SOURCE, KINDS
 from verl_patches.shared_files import write_whole
 from verl_patches.tools.data.handlers import parquet_schema
-from verl_patches.tools.data.output import TEST, TRAIN, replaced_folder, write_rows
+from verl_patches.tools.data.output import TEST, TRAIN, new_folder, write_rows
 
 Row = dict[str, Any]
 ANSWER_COLUMNS = ("response", "chosen", "rejected", "label", "steps", "labels")
@@ -77,18 +77,13 @@ def _answers(rng: Random, kind: str, good: bool) -> Row:
 
 
 def write_task(
-    folder: Path,
-    count: int,
-    seed: int = 0,
-    test_rows: int = TEST_ROWS,
-    overwrite: bool = False,
-    answers: str | None = None,
+    folder: Path, count: int, seed: int = 0, test_rows: int = TEST_ROWS, answers: str | None = None
 ) -> tuple[Path, Path]:
     """Write the task's train.parquet (`count` rows) and test.parquet to `folder` and return their paths."""
     schema = parquet_schema(ANSWER_COLUMNS if answers else ())
     parts = {TRAIN: (count, seed), TEST: (test_rows, seed + 1_000_003)}
     made = {name: make_rows(rows, start, answers) for name, (rows, start) in parts.items()}
-    with replaced_folder(folder, overwrite) as work:
+    with new_folder(folder) as work:
         for name, rows in made.items():
             write_rows(work / "out" / name, rows, schema)
     return folder / TRAIN, folder / TEST
@@ -121,14 +116,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the rows (default: 0)")
     answers = "also write the columns that objectives on fixed data read; unpaired: half the responses are wrong"
     parser.add_argument("--answers", choices=("paired", "unpaired"), help=answers)
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing folder or file")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing FILE.jsonl")
     args = parser.parse_args(argv)
     try:
         if args.output.suffix == ".jsonl":
             write_records(args.output, args.rows, args.seed, args.overwrite)
             print(f"{args.rows} records -> {args.output}")
             return 0
-        files = write_task(args.output, args.rows, args.seed, overwrite=args.overwrite, answers=args.answers)
+        files = write_task(args.output, args.rows, args.seed, answers=args.answers)
     except ConfigError as why:
         print(f"error: {why}", file=sys.stderr)
         return 2

@@ -58,14 +58,12 @@ def labels(plan: Mapping[str, Any]) -> dict[str, str]:
     """Return the texts of the picture that hold figures of the plan, by a name for each."""
     step, traffic, host = plan["step"], plan["traffic"], plan["memory"]["host"]
     low, high = step["total_range_s"]
-    dies, stages = len(plan["train"]["ranks"]), len(plan["train"]["layers"])
+    dies, stages = _number_of_dies(plan), len(plan["train"]["layers"])
     times = {row["phase"]: row["range_s"] for row in step["phases"]}
-    columns = traffic["dispatch_columns"]["generate"]
-    responses = sum(size for column, size in columns.items() if column.startswith("response"))
     facts = {
         "sync": f"{traffic['weight_sync']['received_bytes'] / GB:.1f} GB a die",
         "collectives": traffic["weight_sync"]["collectives"],
-        "responses": f"{responses / 1e6:.1f} MB",
+        "responses": f"{traffic['dispatch_bytes']['generate'] / 1e6:.1f} MB",
         "advantages": f"{traffic['dispatch_bytes']['update'] / 1e3:.0f} kB",
     }
     parts = [f"{name} {host['bytes'][key] / GB:.0f} GB" for key, name in HOST_PARTS.items() if key in host["bytes"]]
@@ -92,16 +90,15 @@ def draw(plan: Mapping[str, Any]) -> Figure:
     text = labels(plan)
     figure = Figure(figsize=(WIDTH, HEIGHT))
     figure.text(0.02, 0.972, text["title"], fontsize=15, weight="bold", va="top")
-    layers, ranks = plan["train"]["layers"], plan["train"]["ranks"]
-    dies = len(ranks)
+    layers, dies = plan["train"]["layers"], _number_of_dies(plan)
     train, rollout = figure.add_axes((0.02, 0.63, 0.44, 0.27)), figure.add_axes((0.54, 0.63, 0.44, 0.27))
-    rows = []
+    experts = {check["name"]: check["detail"].replace("a rank", "a die") for check in plan["checks"]}
+    size, rows = dies // len(layers), []
     for stage, held in enumerate(layers):
-        first = next(rank for rank in ranks if rank["pp"] == stage)
-        last = dies // len(layers) * (stage + 1) - 1
-        rows.append((f"dies {first['rank']}-{last}", f"layers {held[0]} to {held[-1]}; {_experts(ranks)}"))
+        place = f"dies {stage * size}-{(stage + 1) * size - 1}"
+        rows.append((place, f"layers {held[0]} to {held[-1]}; {experts['train experts']}"))
     _dies_grid(train, text["train"], rows, STAGE_COLOURS)
-    held = f"a whole model; {_experts(plan['rollout']['ranks'])}"
+    held = f"a whole model; {experts.get('rollout experts', 'all experts a die')}"
     size = dies // plan["rollout"]["instances"]
     rows = [(f"dies {first}-{first + size - 1}", held) for first in range(0, dies, size)]
     _dies_grid(rollout, text["rollout"], rows, INSTANCE_COLOURS)
@@ -115,10 +112,8 @@ def draw(plan: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def _experts(ranks: Sequence[Mapping[str, Any]]) -> str:
-    """Return how many of the model's experts each die holds in its layers."""
-    first, last = ranks[0]["experts"]
-    return f"{last - first + 1} of {max(rank['experts'][1] for rank in ranks) + 1} experts a die"
+def _number_of_dies(plan: Mapping[str, Any]) -> int:
+    return int(plan["train"]["layout"].partition("@")[2].split()[0])
 
 
 def _dies_grid(axes: Axes, title: str, rows: Sequence[tuple[str, str]], colours: Sequence[str]) -> None:
@@ -151,8 +146,7 @@ def _time_bar(axes: Axes, plan: Mapping[str, Any], text: Mapping[str, str]) -> N
 
 def _memory(axes: Axes, plan: Mapping[str, Any], text: Mapping[str, str]) -> None:
     """Draw the memory of the fullest die in each phase; below it what moves then."""
-    order = next(row for row in plan["memory"]["orders"] if row["order"] == plan["memory"]["followed"])
-    held = {row["phase"]: row["bytes"] for row in order["phases"]}
+    held = {row["phase"]: row["bytes"] for row in plan["memory"]["phases"]}
     for number, phase in enumerate(PHASES):
         bottom = 0.0
         for groups, colour in PARTS.values():

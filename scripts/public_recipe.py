@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from verl_patches.catalog import platform_rows
 from verl_patches.plan.calibration import calibration_errors, likely_range
 from verl_patches.plan.memory_plan import run_memory, with_planned_keys
-from verl_patches.plan.step_plan import DECODE_ROWS, Workload, step_sections
+from verl_patches.plan.step_plan import Workload, step_sections
 from verl_patches.run import hccl
 from verl_patches.run.compose import compose
 from verl_patches.run.engine_options import OPTIONS_KEY
@@ -130,7 +130,7 @@ SETTINGS = (
         "overlap_grad_reduce",
         True,
         _ENGINE,
-        f"{_TRAIN}.overlap_grad_reduce",
+        "",
         "without effect there: verl.utils.megatron_utils.get_model at the pin builds DDP without it",
     ),
     Setting("no_gradient_accumulation_fusion=True", False, _ENGINE, f"{_TRAIN}.gradient_accumulation_fusion"),
@@ -178,7 +178,7 @@ SETTINGS = (
     Setting("enable_prefix_caching", False, _SPMD, f"{_ASCEND}.prefix_caching"),
     Setting("chunked_prefill_for_mla", False, "unset", f"{_ASCEND}.chunked_prefill_for_mla"),
     Setting("rollout.gpu_memory_utilization", 0.8, "start", f"{_ROLLOUT}.gpu_memory_utilization"),
-    Setting("enable_sleep_mode", False, _SPMD, f"{_ASCEND}.vllm_sleep_mode"),
+    Setting("enable_sleep_mode", False, _SPMD, note="false here too (row memory.sleep_mode)"),
     Setting(
         "frozen_parameter",
         "as the pin, True",
@@ -219,7 +219,7 @@ SETTINGS = (
     Setting("DIST_CKPT_PATH", "shards", "script", note="not used: every rank reads actor_rollout_ref.model.path"),
     Setting("PROFILE_UPDATE", "0", "script", note="recipe.profile.steps=[N]"),
     Setting("PRINT_MEMORY", "1", "script", note="recipe.memory.ledger, on"),
-    Setting("ROLLOUT_REBALANCE_ENABLE", "unset", _WORKERS, note="recipe.rollout.rebalance_every, at level tuned"),
+    Setting("ROLLOUT_REBALANCE_ENABLE", "unset", _WORKERS, note="no counterpart here"),
     Setting(
         "VLLM_ENABLE_MC2, VLLM_ASCEND_ACL_OP_INIT_MODE",
         "1, 0",
@@ -315,24 +315,12 @@ GAINS = (
         chunked_prefill_for_mla=False,
     ),
     _rows(
-        "less CPU work in a decode step",
-        " ".join(sorted(DECODE_ROWS)),
-        "in no total: measured on a CPU, `plan` says what it would be",
-        modelled=False,
-    ),
-    _rows(
         "one all-reduce less in a decode step",
         "rollout.ascend_dp_sync rollout.ascend_dp_metadata",
         "3 ms each, published",
     ),
     _rows("one copy of a call's arguments", "dispatch.put_once", "bytes through Ray; the tensor cache leaves few"),
-    _rows(
-        "no garbage collector, bound cores",
-        "rollout.no_collector update.bind_cores",
-        "in no total: 13.6 % of rollout, quoted for another model",
-        modelled=False,
-    ),
-    _rows("all of MLA's second stream", "rollout.ascend_multistream_mla", "not modelled", modelled=False),
+    _rows("no garbage collector in a rollout", "rollout.no_collector", "not modelled", modelled=False),
 )
 
 
@@ -390,14 +378,13 @@ def errors_list() -> str:
 
 @functools.cache
 def totals_table() -> str:
-    """Return the table of a step's seconds in both 256-die runs at two levels, and what assumptions would save."""
-    text = ["| config | level | step s | modelled | in no total |", "|---" * 5 + "|"]
+    """Return the table of a step's seconds in both 256-die runs at two levels."""
+    text = ["| config | level | step s | modelled |", "|---" * 4 + "|"]
     for name, option, workload in ((RANDOM, "", Workload()), (TRUE_WEIGHT, " --response-tokens 1650", _LONGER)):
         for level in ("reference", "tuned"):
             run = _run(name, level)
             step = step_sections(run, run_memory(run), workload)["step"]
             low, high = step["total_range_s"]
-            gains = "; ".join(f"{gain['if']}, then -{gain['saves_s']:.0f} s" for gain in step["assumed_gains"])
-            cells = f"`{name}{option}`", level, f"{low:.0f} to {high:.0f}", f"{step['total_s']:.0f}", gains or "-"
+            cells = f"`{name}{option}`", level, f"{low:.0f} to {high:.0f}", f"{step['total_s']:.0f}"
             text.append(f"| {' | '.join(cells)} |")
     return "\n".join(text) + "\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 from verl_patches.patching import fingerprint as fp
@@ -17,4 +18,6 @@ def symbol_source(symbol: str, root: Path) -> str:
     module = next((name for name in modules if fp.source_file(name, root)), parts[0])
     if module == symbol:
         return fp.source_file(module, root).read_text()
-    return "\n".join(fp.source_lines(f"{module}:{symbol.removeprefix(module + '.')}", root))
+    found = fp.definitions(f"{module}:{symbol.removeprefix(module + '.')}", root)
+    texts = (ast.get_source_segment(each.file.read_text(encoding="utf-8"), each.node) for each in found)
+    return "\n".join(text or "" for text in texts)

@@ -45,13 +45,6 @@ def test_a_platform_without_rows_is_refused_by_name():
         parse_switches("line=pypi,platform=cuda")
 
 
-def test_drift_skip_is_refused_with_what_to_use_instead():
-    with pytest.raises(ConfigError, match="recipe.drift is 'skip'.*use warn, or switch the row off by -row.id"):
-        compose("deepseekv3_tiny_cpu", ["recipe.drift=skip"], platform_rows)
-    with pytest.raises(ConfigError, match="VERL_PATCHES.*use warn, or switch the row off by -row.id"):
-        parse_switches("line=pypi,platform=cpu,drift=skip")
-
-
 @pytest.mark.parametrize("platform", ["npu", None])
 def test_missing_torch_npu_is_an_error_that_says_so(prelude, platform):
     done = prelude(platform)

@@ -26,13 +26,14 @@ except ModuleNotFoundError as error:
     )
     raise SystemExit(2) from None
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None, help=__doc__
+)
 app.command("status")(patches.status_command)
 app.command("explain")(contract.explain_command)
 app.command("digest")(patches.digest_command)
 app.command("install-prelude")(patches.install_prelude_command)
 app.command("check")(contract.check_command)
-app.command("fingerprint")(contract.fingerprint_command)
 app.command("smoke")(run.smoke_command)
 app.command("train")(run.train_command)
 app.command("plan")(run.plan_command)
@@ -50,6 +51,38 @@ app.command("versions")(contract.versions_command)
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(data.app, name="data")
 app.add_typer(weights.app, name="weights")
+EXAMPLES = {  # {command: words of two calls, which end its --help}
+    "status": ("", "smoke"),
+    "explain": ("update.recipe_by_default", "update.recipe_by_default --json"),
+    "digest": ("", "--switches line=a3,platform=npu"),
+    "install-prelude": ("", "--undo"),
+    "check": ("--line pypi", "--line a3 --upstream upstream"),
+    "smoke": ("", "--steps 5 --run mine layout=ep2"),
+    "train": ("--config-name moonlight_16die --dry-run", "--config-name moonlight_16die recipe.run=mine"),
+    "plan": ("deepseekv3_128die", "deepseekv3_128die --search --dies 256"),
+    "doctor": ("deepseekv3_256die_true_weight", "deepseekv3_16die --this-node"),
+    "bringup": ("deepseekv3_16die", "deepseekv3_16die --to groups"),
+    "config": ("--config-name deepseekv3_16die", "--config-name deepseekv3_16die --explain"),
+    "reshard-plan": ('--train "tp2 ep4 @8" --rollout "ep8 @8"', '--train "ep8 @8" --rollout "ep4 @8"'),
+    "report": ("smoke", "before after"),
+    "compare": ("mine outputs/gpu/verl.log", "mine reference.jsonl --limit reward=0.02"),
+    "samples": ("smoke --worst", "smoke --step 2 --cut"),
+    "generate": ("smoke prompts.jsonl responses.jsonl", "Moonlight in.jsonl out.jsonl --temperature 0"),
+    "chat": ("smoke", "Moonlight --temperature 0.6"),
+    "eval": ("smoke scores", "Moonlight scores data.val_files=test.parquet"),
+    "versions": ("", "--line a3 --upstream upstream"),
+    "cluster render": ("configs/cluster_256die.yaml -o job", "job.yaml -o job --json"),
+    "data build": ("data/sample.yaml", "data/sample.yaml input=mine.jsonl -o mine"),
+    "data from-rollouts": ("smoke -o best", "smoke -o pairs --to pairs"),
+    "weights convert": ("DeepSeek-V3 bf16 --hf", 'bf16 megatron --layout "tp2 ep4 @8"'),
+    "weights export": ("smoke hf", "outputs/smoke/0001 hf"),
+    "weights verify": ("DeepSeek-V3", "checkpoints/global_step_10"),
+}
+for group, names in ((app, ()), (cluster.app, ("cluster",)), (data.app, ("data",)), (weights.app, ("weights",))):
+    for command in group.registered_commands:
+        words = (*names, str(command.name))
+        calls = (f"  {our_command(*names, words[-1])} {example}" for example in EXAMPLES[" ".join(words)])
+        command.epilog = "\n".join(["\b", "Examples:", *calls])
 
 
 def main() -> None:

@@ -102,12 +102,6 @@ ROLLOUT: tuple[PatchSpec, ...] = (
             "tokens' KV: later tokens are silently wrong (|dlogp| 2.2, a tiny model). A prompt of one token counts as "
             "a decode: among new prompts, the keys of the others alone are written to the slots of all tokens.",
             exit="vllm-ascend PR 1748 (torchair_graph bugfix when chunked_prefill is true) is in the pin"),
-    _ascend("rollout.ascend_multistream_mla", "wrap",
-            "vllm_ascend.models.deepseek_v2:CustomDeepseekV2MLAAttention.__init__",
-            "verl_patches.rollout.ascend:pass_multistream_mla",
-            "The class's forward computes enable_multistream_mla, but does not pass it on where torchair is enabled: "
-            "the KV cache's write and the query's rotary embedding stay on the first stream.",
-            exit="the pin keeps its forward_kwargs with torchair too", feature="multistream_mla", role="speed"),
     _ascend("rollout.ascend_top_k_top_p", "wrap",
             "vllm_ascend.patch.worker.patch_common.patch_sampler:_apply_top_k_top_p",
             "verl_patches.rollout.ascend:reorder_top_k_top_p",
@@ -147,28 +141,6 @@ ROLLOUT: tuple[PatchSpec, ...] = (
             "recipe.hccl.small_groups_mib is for the others, among them the EP group where MC2 has its own.",
             exit="vLLM takes options of groups", bindings=_GROUP_INIT_HOLDERS,
             needs=("rollout.ascend_mc2_groups", "rollout.ascend_mc2_name"), feature="small_groups"),
-    _ascend("rollout.count_mc2", "wrap", "vllm_ascend.ops.fused_moe:fused_experts_with_mc2",
-            "verl_patches.step.replay.expert_load:count_experts",
-            "For recipe.expert_load (max / mean tokens of experts), ids are counted at the call that takes them: "
-            "before it, in AscendUnquantizedFusedMoEMethod.apply, balanced routing replaces the router's choice.",
-            exit="vllm-ascend reports the load of its experts", role="observe", feature="expert_load"),
-    _ascend("rollout.count_alltoall", "wrap", "vllm_ascend.ops.fused_moe:fused_experts_with_all2all",
-            "verl_patches.step.replay.expert_load:count_experts",
-            "as rollout.count_mc2, with prompts", exit="as rollout.count_mc2", role="observe", feature="expert_load"),
-    _ascend("rollout.count_local", "wrap", "vllm_ascend.ops.fused_moe:fused_experts",
-            "verl_patches.step.replay.expert_load:count_experts",
-            "as rollout.count_mc2, where experts are not split", exit="as rollout.count_mc2",
-            bindings=("vllm_ascend.ops.common_fused_moe:fused_experts",), role="observe", feature="expert_load"),
-    _ascend("rollout.rebalance", "wrap", "vllm.v1.engine.llm_engine:LLMEngine.step",
-            "verl_patches.rollout.rebalance_engine:step_with_rebalance",
-            "Data-parallel ranks of an instance decode in lock step, each step as long as for the rank with the most "
-            "requests; vLLM never moves a running request. With recipe.rollout.rebalance_every requests and their KV "
-            "blocks move to ranks that have few.", feature="rebalance",
-            exit="vLLM moves running requests between data-parallel ranks", needs=("rollout.rebalance_end",)),
-    _ascend("rollout.rebalance_end", "wrap", "vllm.v1.engine.llm_engine:LLMEngine.has_unfinished_requests",
-            "verl_patches.rollout.rebalance_engine:unfinished_with_rebalance",
-            "A rank whose requests are all on others has not finished, nor has one that holds those of others.",
-            exit="as rollout.rebalance", feature="rebalance"),
     _ascend("rollout.ascend_dp_sync", "wrap", "vllm.v1.engine.llm_engine:LLMEngine.has_unfinished_requests_dp",
             "verl_patches.rollout.ascend:share_dp_metadata",
             "DP ranks all-reduce twice in a decode step, 3 ms each in the published run: whether any has requests "
@@ -181,19 +153,6 @@ ROLLOUT: tuple[PatchSpec, ...] = (
             "verl_patches.rollout.ascend:reuse_dp_metadata",
             "share_dp_metadata did the all-reduce of a rank without requests; its dummy batch would start another.",
             exit="as rollout.ascend_dp_sync", role="speed"),
-    _ascend("rollout.outputs_at_the_end", "wrap", "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
-            "verl_patches.rollout.decode_host:defer_outputs",
-            "Each request gets an EngineCoreOutput and a dict of log-probs in each step, although LLM.generate asks "
-            "for finished requests alone.",
-            exit="vLLM makes no outputs of steps for RequestOutputKind.FINAL_ONLY", role="speed"),
-    _ascend("rollout.log_probs_at_once", "wrap", "vllm.v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs",
-            "verl_patches.rollout.decode_host:add_log_probs",
-            "vLLM builds a dict as for top-k log-probs (_make_logprob_dict) although k is 0: verl sets logprobs=0.",
-            exit="vLLM has a short way for logprobs=0", role="speed"),
-    _ascend("rollout.steps_alike", "wrap", "vllm.v1.core.sched.scheduler:Scheduler.schedule",
-            "verl_patches.rollout.decode_host:reuse_schedule",
-            "A decode step is scheduled from nothing, request by request, but differs by one token.",
-            exit="vLLM schedules what has changed since the last step", role="speed"),
     _row("rollout.keep_log_probs", "wrap",
          "verl.workers.rollout.vllm_rollout.vllm_rollout_spmd:vLLMRollout.generate_sequences",
          "verl_patches.step.log_probs.rollout_log_probs:keep_rollout_log_probs",
@@ -226,7 +185,7 @@ MODEL: tuple[PatchSpec, ...] = (
          "verl_patches.worker.models:load_deepseekv3",
          "verl loads HF weights into Megatron for Llama and Qwen2 only "
          "(verl.models.weight_loader_registry.get_weight_loader), through a whole HF model on every rank, twice.",
-         exit="verl loads DeepSeek-V3 safetensors into Megatron", lines=_PYPI,
+         exit="verl loads DeepSeek-V3 safetensors into Megatron",
          bindings=(f"{_WORKERS}:load_megatron_gptmodel_weights",)),
     _row("model.train_dtype", "override", f"{_ACTOR}._build_model_optimizer",
          "verl_patches.worker.recipe_worker:RecipeWorker._build_model_optimizer",
@@ -276,13 +235,8 @@ MINDSPEED: tuple[PatchSpec, ...] = (
     _a3("model.mindspeed_converter", "register", f"{_REGISTRY}:MODEL_WEIGHT_CONVERTER_REGISTRY",
         "verl_patches.worker.models:weight_converters",
         "verl has no DeepSeek-V3 names at this commit", exit=_VERL_HAS_IT),
-    _a3("model.mindspeed_load_hf", "wrap", "verl.utils.model:load_megatron_gptmodel_weights",
-        "verl_patches.worker.models:load_mindspeed",
-        "verl loads HF weights into Megatron for Llama and Qwen2 only "
-        "(verl.models.weight_loader_registry.get_weight_loader), once for the reference and once for the actor",
-        exit=_VERL_HAS_IT, bindings=(f"{_WORKERS}:load_megatron_gptmodel_weights",)),
     _a3("model.saver_name", "wrap", "verl.models.weight_loader_registry:get_weight_saver",
-        f"{_MINDSPEED}.compat:refuse_to_save_deepseekv3",
+        f"{_MINDSPEED}.compat:without_deepseekv3_saver",
         "MegatronCheckpointManager.__init__ of every worker looks its model's saver up, saving or not; there is none "
         "for DeepSeek-V3", exit="our own checkpoints take this place",
         bindings=("verl.utils.checkpoint.megatron_checkpoint_manager:get_weight_saver",)),
@@ -310,11 +264,6 @@ MINDSPEED: tuple[PatchSpec, ...] = (
         f"{_MINDSPEED}.start:optimizer_config_from_arguments",
         "verl hands over lr, clip and decay only, in bf16 always",
         exit="verl hands Megatron's optimizer all of its settings"),
-    _a3("update.grad_overlap", "wrap", "verl.utils.megatron_utils:DDP",
-        "verl_patches.worker.models:overlapping_ddp",
-        "verl builds DDP with overlap_grad_reduce=False (verl.utils.megatron_utils.get_model), and gives the schedules "
-        "no no_sync, without which each micro batch would start a reduction", feature="overlap_grad_reduce",
-        exit="verl takes DDP's settings from its configuration and gives the schedules no_sync"),
     _a3("update.lr_schedule", "wrap", "verl.workers.actor.megatron_actor:MegatronPPOActor.update_policy",
         f"{_MINDSPEED}.start:step_lr_schedule",
         "verl has no learning-rate schedule for Megatron at this commit (a TODO of verl.utils.megatron.optimizer)",
@@ -340,11 +289,6 @@ CONTROLLER: tuple[PatchSpec, ...] = (
     _row("update.log_with_run", "wrap", "verl.utils.tracking:Tracking.log", "verl_patches.trainer.run:log_with_run",
          "One place sees every step's metrics: phase table, summary.json and the log-prob check.",
          processes=_CONTROLLER, role="observe"),
-    _row("logprob.truth_check", "wrap", "verl.trainer.ppo.metric_utils:compute_data_metrics",
-         "verl_patches.step.log_probs.rollout_correction:add_log_prob_metrics",
-         "verl compares probabilities, which hides errors of rare tokens; log-probs show a wrong weight at once.",
-         exit="verl reports |log-prob delta| of rollout and actor (0.5 and later: rollout correction metrics)",
-         processes=_CONTROLLER, bindings=(f"{_TRAINER}:compute_data_metrics",), role="observe"),
     _row("reward.pass_at_k", "wrap", "verl.trainer.ppo.metric_utils:process_validation_metrics",
          "verl_patches.trainer.validation:with_pass_at_k",
          "verl's best@k of a validation draws k responses with replacement, which is below pass@k.", role="observe",
@@ -508,11 +452,6 @@ CHECKPOINT: tuple[PatchSpec, ...] = (
 )  # fmt: skip
 
 MEMORY: tuple[PatchSpec, ...] = (
-    _ascend("update.bind_cores", "override", f"{_ACTOR}.__init__",
-            "verl_patches.worker.recipe_worker:RecipeWorker.__init__",
-            "The system moves threads of a worker between cores, also away from its die's NUMA node; torch_npu's "
-            "CPU_AFFINITY_CONF takes the one die that a worker of Ray's sees for the only one (platform/npu/cores.py).",
-            exit="torch_npu counts the dies of the node", needs=("update.recipe_worker",), role="speed"),
     _row("memory.ledger", "override", f"{_ACTOR}.init_model",
          "verl_patches.worker.recipe_worker:RecipeWorker.init_model",
          "verl does not check what is on the device; the ledger compares it with the memory schedule.",
@@ -522,7 +461,8 @@ MEMORY: tuple[PatchSpec, ...] = (
          "verl brings training weights to the host and back around every call, into host memory made anew each time; "
          "at 54c9b736 routed experts stay on the die. Ours is one table (memory/schedule.py).",
          exit="verl moves memory by one table, into host memory that it keeps, and only what was written to",
-         needs=("update.recipe_worker", "rollout.engine", "update.sharding_manager", "memory.empty_cache")),
+         needs=("update.recipe_worker", "rollout.engine", "update.sharding_manager", "memory.empty_cache",
+                "checkpoint.parts")),
     _row("memory.empty_cache", "wrap", f"{_WORKERS}:torch", "verl_patches.worker.memory:torch_without_empty_cache",
          "verl gives the allocator's pool back after every call, pass and update, and the next stage asks the device "
          "for the same memory again; with memory.order the schedule says where.",
@@ -532,14 +472,13 @@ MEMORY: tuple[PatchSpec, ...] = (
          "verl_patches.worker.rollout_engine:RolloutEngine.sleep",
          "vLLM's sleep mode copies all weights to the host at every sleep, although the weight sync overwrites them, "
          "and takes memory past torch's allocator; a CPU has none. Ours gives the storages' memory back and takes it "
-         "again, also with graphs; or vLLM's without that copy (recipe.rollout.ascend.vllm_sleep_mode=true).",
+         "again, also with graphs.",
          exit="vLLM drops weights that are to be replaced, at sleep, into torch's pool", needs=("rollout.engine",)),
     _ascend("memory.graph_addresses", "wrap", "vllm_ascend.worker.model_runner_v1:torchair",
             "verl_patches.worker.rollout_engine:torchair_with_live_addresses",
             "NPUModelRunner compiles graphs with frozen_parameter, so Parameters must keep their addresses, which only "
-            "vLLM's sleep mode does; recipe.rollout.ascend.vllm_sleep_mode=false frees them to torch's pool and "
-            "compiles graphs without it.", role="correctness", feature="graphs",
-            exit="vllm-ascend has an option for frozen_parameter"),
+            "vLLM's sleep mode does; memory.sleep_mode frees them to torch's pool.", role="correctness",
+            feature="graphs", exit="vllm-ascend has an option for frozen_parameter"),
 )  # fmt: skip
 
 DISPATCH: tuple[PatchSpec, ...] = (
@@ -548,9 +487,9 @@ DISPATCH: tuple[PatchSpec, ...] = (
          "verl serialises each worker's arguments in its own call: the last starts when all others have been served.",
          exit="verl puts every large argument into Ray's store once, before it calls the first worker",
          processes=_CONTROLLER, role="speed"),
-    _row("dispatch.note_starts", "wrap", "verl.single_controller.base.decorator:register",
-         "verl_patches.heartbeat.calls:record_starts",
-         "Only the workers know how far apart they start a call, and verl does not record it.",
+    _row("dispatch.note_calls", "wrap", "verl.single_controller.base.decorator:register",
+         "verl_patches.heartbeat.calls:record_calls",
+         "Only a worker knows which call it is running, and verl does not record it.",
          bindings=("verl.single_controller.base.worker:register", f"{_WORKERS}:register",
                    "verl.workers.fsdp_workers:register"), role="observe"),
 )  # fmt: skip

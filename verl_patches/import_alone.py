@@ -38,7 +38,7 @@ NO_LAUNCHER_WARNING = (
     "model folder and memory plan are not checked, memory and time are not monitored, {record}"
 )
 _LAUNCHER_KEYS = (
-    "hccl.buffer_mib hccl.expansion_mode hccl.base_port timeouts ray_address ray_port worker_process_setup_hook "
+    "hccl.buffer_mib hccl.expansion_mode hccl.base_port timeouts ray_address worker_process_setup_hook "
     "model_shape num_hidden_layers trust_remote_code watch restart start"
 ).split()
 _FIXED_ROUTE_VARIABLE = "VLLM_ENABLE_FIX_ROUTE"  # vllm-ascend reads it (run/environment.py)
@@ -58,7 +58,10 @@ def recipe_by_default(original: Callable) -> Callable:
             self.held_locks = ExitStack()  # holds the lock of the checkpoints' folder for the trainer's life
             run = begin_without_launcher(fill_recipe(config, engine.current_engine()), self.held_locks)
             write_run(config, run.text())
-            log.warning(NO_LAUNCHER_WARNING.format(record=_record_text(run)))
+            record = "and no record is written (+recipe.run=NAME writes one)"
+            if run.start.name is not None:
+                record = f"the record is in {run.folder}"
+            log.warning(NO_LAUNCHER_WARNING.format(record=record))
             self.modified_sources = refuse_modified(run)
             for name, files in self.modified_sources.items():
                 log.warning("dirty: %s is not as pinned (drift=%s): %s", name, run.recipe.drift, files_text(files))
@@ -86,12 +89,6 @@ def _input_reports(trainer: Any, run: RunSpec) -> Iterator[str]:
             place = f"the first prompt of data.{part}_files"
             if result := reward.try_row(rows[0], place):  # "" where all parts are reward models
                 yield f"reward of a made-up answer to {place}: {result}"
-
-
-def _record_text(run: RunSpec) -> str:
-    if run.start.name is None:
-        return "and no record is written (+recipe.run=NAME writes one)"
-    return f"the record is in {run.folder}"
 
 
 def fill_recipe(config: DictConfig, rows: engine.Engine) -> RunSpec:

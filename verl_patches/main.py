@@ -55,8 +55,7 @@ def main(arguments: list[str]) -> int:
                 load_s = run.recipe.timeouts.load_s
                 bounds = Bounds(watch.first_s, watch.least_s, watch.factor, load_s, collective_s)
                 sys.stdout.write(f"watch: time limits of a phase: {bounds}\n")
-                stops, say = watch.action == "stop", lambda text: stage.say(f"~ {text}")
-                watcher = Watcher(folder, bounds, run.world_size, stops, say)
+                watcher = Watcher(folder, bounds, run.world_size, lambda text: stage.say(f"~ {text}"))
             node = ray.get_runtime_context().get_node_id()  # the controller writes the run's record on this node
             here = NodeAffinitySchedulingStrategy(node, soft=False)
             controller = ray.remote(num_cpus=1)(Controller).options(scheduling_strategy=here).remote()
@@ -108,9 +107,6 @@ class Controller:
 def run_task_runner(config) -> None:
     """Run verl's TaskRunner in this process, a Ray worker; verl's run_ppo would give it an actor of its own."""
     try:
-        from verl_patches.run.files import require_dataset_class
-
-        require_dataset_class(config.data.custom_cls.path, config.data.custom_cls.name)
         from verl.trainer.main_ppo import TaskRunner
 
         TaskRunner.__ray_metadata__.modified_class().run(config)

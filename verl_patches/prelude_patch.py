@@ -10,7 +10,7 @@ from verl_patches.patching.engine import start_engine
 from verl_patches.patching.hooks import after_import
 from verl_patches.patching.switches import switches_from_environment
 from verl_patches.platform import load_emulation, require_platform
-from verl_patches.trainer.worker_settings import prepare_from_controller
+from verl_patches.trainer.worker_settings import prepare_as_sent
 
 _switches = switches_from_environment()
 require_platform(_switches.platform)
@@ -24,5 +24,4 @@ if not any(_switches.line in row.lines for row in _rows):
 engine.apply()
 if (_emulator := load_emulation(_switches.platform)) is not None:
     _emulator.start_device(_switches.platform)
-if _switches.line == "a3" or _switches.platform == "npu":
-    after_import("verl", prepare_from_controller)
+after_import("verl", prepare_as_sent)

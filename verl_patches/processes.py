@@ -2,10 +2,6 @@
 
 The launcher becomes a "child subreaper" of Linux: a daemon whose parent dies, such as Ray's gcs_server and raylet, is
 handed to the launcher instead of to init, so every process that a run starts stays a descendant of the launcher.
-
-Peak memory is PSS, which divides shared pages among their users, so that sums over processes count each page once.
-Reading PSS walks a process's page tables, so it is read only when the cheap resident size has grown, and every few
-seconds.
 """
 
 from __future__ import annotations
@@ -207,63 +203,32 @@ def process_name(process: psutil.Process) -> str:
     return os.path.basename(script or head).removesuffix(".py")
 
 
-RSS_GROWTH = 1.01  # read PSS when the resident size exceeds that of the last reading by this factor
-PSS_SAMPLE_INTERVAL = 10  # read PSS in each Nth call of `sample` too
-
-
 class MemoryWatch:
-    """Measure peak memory of processes: call `sample` with the living ones about once a second, then `peaks`."""
+    """Measure the peak resident memory of processes: call `sample` with the living ones about once a second.
+
+    Pages that processes share count once for each of them.
+    """
 
     def __init__(self) -> None:
-        self._peak: dict[psutil.Process, int] = {}
-        self._name: dict[psutil.Process, str] = {}
-        self._total = self._rss_at_reading = self._samples = 0
-        self.fallbacks = 0  # readings where PSS was refused and the resident size was taken
+        self._peaks: dict[psutil.Process, tuple[int, str]] = {}
+        self._total = 0
 
     def sample(self, processes: Iterable[psutil.Process]) -> None:
-        """Read the resident sizes of the processes, and their PSS where that is due."""
-        processes = list(processes)
-        rss = sum(map(_resident_bytes, processes))
-        due = self._samples % PSS_SAMPLE_INTERVAL == 0 or rss > self._rss_at_reading * RSS_GROWTH
-        self._samples += 1
-        if not due or not processes:
-            return
-        self._rss_at_reading = rss
-        sizes = {process: self._pss(process) for process in processes}
-        for process, size in sizes.items():
-            self._peak[process] = max(size, self._peak.get(process, 0))
-            name = process_name(process)
-            if name not in ("gone", "IDLE") or process not in self._name:
-                self._name[process] = name
-        self._total = max(self._total, sum(sizes.values()))
-
-    def _pss(self, process: psutil.Process) -> int:
-        try:
-            return process.memory_full_info().pss
-        except psutil.NoSuchProcess:
-            return 0
-        except psutil.AccessDenied:
-            self.fallbacks += 1
-            return _resident_bytes(process)
+        """Read the resident sizes of the processes."""
+        total = 0
+        for process in processes:
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                size = process.memory_info().rss
+                total += size
+                if size > self._peaks.get(process, (0, ""))[0]:
+                    self._peaks[process] = size, process_name(process)
+        self._total = max(self._total, total)
 
     def peaks(self) -> dict[str, int]:
-        """Return {process: peak bytes, "total": peak of the sum in bytes}; equal names are numbered by size.
-
-        Where PSS could not be read, "resident_not_pss" counts the readings that took the resident size instead.
-        """
-        names = Counter(self._name.values())
+        """Return {process: peak bytes, "total": peak of the sum in bytes}; equal names are numbered by size."""
+        names, peaks = Counter(name for _, name in self._peaks.values()), {}
         seen: Counter[str] = Counter()
-        peaks = {}
-        for process, size in sorted(self._peak.items(), key=lambda item: -item[1]):
-            name = self._name[process]
+        for size, name in sorted(self._peaks.values(), reverse=True):
             peaks[f"{name} {seen[name]}" if names[name] > 1 else name] = size
             seen[name] += 1
-        peaks["total"] = self._total
-        return {**peaks, "resident_not_pss": self.fallbacks} if self.fallbacks else peaks
-
-
-def _resident_bytes(process: psutil.Process) -> int:
-    try:
-        return process.memory_info().rss
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return 0
+        return {**peaks, "total": self._total}

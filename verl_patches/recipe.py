@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field, TypeAdapter
 
 from verl_patches.layout.phases import MEMORY_PHASES
-from verl_patches.patching.spec import DRIFT_POLICIES, LEVELS, LINES, NO_SKIP_TEXT, PLATFORMS
+from verl_patches.patching.spec import DRIFT_POLICIES, LEVELS, LINES, PLATFORMS
 from verl_patches.platform.npu.machine import HARDWARE
 from verl_patches.values import (
     Count,
@@ -25,7 +25,6 @@ from verl_patches.values import (
     Name,
     Natural,
     NotNegative,
-    Port,
     Positive,
     RayAddress,
     Share,
@@ -40,10 +39,9 @@ CONTROLLER_PHASES = ("reward", "advantage")  # phases in which workers do nothin
 PROFILED_PHASES = tuple(phase for phase in MEMORY_PHASES if phase not in CONTROLLER_PHASES)
 
 
-def choices(*words: str, note: str = "") -> Any:
-    """Return the constraint of a text that is one of `words`, for `Annotated[str, choices(...)]`; errors add `note`."""
-    expected = f"one of {', '.join(words)}"
-    return Field(pattern=f"^({'|'.join(words)})$", description=f"{expected} ({note})" if note else expected)
+def choices(*words: str) -> Any:
+    """Return the constraint of a text that is one of `words`, for `Annotated[str, choices(...)]`."""
+    return Field(pattern=f"^({'|'.join(words)})$", description=f"one of {', '.join(words)}")
 
 
 _HcclPort = Annotated[int, Field(ge=1024, le=65536 - HCCL_PORTS)]
@@ -77,9 +75,6 @@ class Train:
     unpadded_attention: pass attention values with their own v_head_dim, instead of padding query, key and value. At
     671B they are padded to 256.
     moe_alltoall_overlap_comm: overlap the experts' exchange with computation.
-    overlap_grad_reduce: reduce gradients in the backward pass of the last micro batch, bucket by bucket, instead of
-    after it. Only the first pipeline stage has several buckets.
-    ddp_bucket_size: parameters of a bucket; null is Megatron's: 40 million, or a million a data-parallel rank if more.
     distributed_timeout_minutes: time limit of a training collective; HCCL's own, on NPUs, is a minute less.
     moe_router_bias_update_rate: step size of the router's correction bias; 0 leaves it unchanged. It grows for experts
     with few tokens of the update. No auxiliary loss is used.
@@ -103,8 +98,6 @@ class Train:
     gemm_gradient_accumulation_fusion: bool = False
     unpadded_attention: bool = False
     moe_alltoall_overlap_comm: bool = False
-    overlap_grad_reduce: bool = False
-    ddp_bucket_size: Count | None = None
     distributed_timeout_minutes: Count = 30
     moe_router_bias_update_rate: NotNegative = 0.0
     balanced_routing: bool = False
@@ -125,7 +118,7 @@ class RolloutAscend:
     graph, which takes 0.5 to 1.5 minutes to compile (vllm_ascend.worker.model_runner_v1.NPUModelRunner.capture_model).
     The further ones of level=tuned are 8, 16, 32, ... below max_num_seqs, unless rollout.ignore_eos keeps batches full.
     multistream_mla: run KV normalisation and rotary embedding of decode on a second stream
-    (vllm_ascend.attention.mla_v1.AscendMLAImpl.exec_kv; row rollout.ascend_multistream_mla).
+    (vllm_ascend.attention.mla_v1.AscendMLAImpl.exec_kv).
     multistream_moe: run the shared expert of decode on a second stream (vllm_ascend.ops.fused_moe.AscendFusedMoE). With
     TP its weights are whole on every rank (vllm_ascend.models.deepseek_v2.CustomDeepseekV2MoE) and tokens go to experts
     without an all-reduce (vllm_ascend.models.deepseek_v2.CustomDeepseekV2DecoderLayer).
@@ -139,10 +132,6 @@ class RolloutAscend:
     (vllm_ascend.attention.mla_v1.AscendMLAImpl._forward_prefill).
     mla_pa: let eager decode read both KV caches in place, in place of a copy (VLLM_ASCEND_MLA_PA).
     prefix_caching: let requests share the KV of equal prefixes, as the n responses of a prompt do.
-    vllm_sleep_mode: false frees weights and KV cache to torch's pool, has graphs read addresses at each call (row
-    memory.graph_addresses), and gives torch expandable segments (PYTORCH_NPU_ALLOC_CONF); not tried with torchair's
-    compiler. true keeps vLLM's sleep mode, whose memory comes back at the addresses that graphs hold
-    (docs/the-step.md).
     top_k_optimize: apply top-k and top-p by a threshold, without a scatter of the vocabulary's 129,280 words
     (VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE, vllm_ascend.patch.worker.patch_common.patch_sampler).
     """
@@ -157,7 +146,6 @@ class RolloutAscend:
     chunked_prefill_for_mla: bool = False
     mla_pa: bool = True
     prefix_caching: bool = True
-    vllm_sleep_mode: bool = False
     top_k_optimize: bool = True
 
 
@@ -169,8 +157,6 @@ class Rollout:
     instances: number of vLLM instances; null takes world size / (dp x tp).
     enable_expert_parallel: split experts over the ranks of an instance instead of cutting each of them.
     balanced_routing: send equally many tokens to every expert, regardless of the router. For speed runs on npu only.
-    rebalance_every: decode steps between two exchanges in which running requests, with their KV blocks, may move from
-    data-parallel ranks with many requests to those with few; null makes no exchange. Platform npu with dp > 1 only.
     replay: run folder of recorded responses to train on instead of sampling.
     record: keep every step's responses and their rewards in <run>/rollouts.
     """
@@ -179,7 +165,6 @@ class Rollout:
     instances: Count | None = None
     enable_expert_parallel: bool = False
     balanced_routing: bool = False
-    rebalance_every: Count | None = None
     replay: Text | None = None
     record: bool = True
     ascend: RolloutAscend = field(default_factory=RolloutAscend)
@@ -276,14 +261,13 @@ class LogprobCheck:
 
     action: stop ends the run with an error, report only prints and stores, off does not compare.
     every: null compares the responses of every step, which needs temperature 1 with top-p and top-k off. N samples
-    extra sequences for the check in the first step and each N-th after it; the step itself does not change.
-    sequences: number of those sequences over all replicas, equally many each, of at most 256 tokens; null: one each.
+    an extra sequence of at most 256 tokens on each replica, in the first step and each N-th after it; the step itself
+    does not change.
     max_mean_fp32, max_mean_bf16: limit of mean |delta| for this training dtype.
     """
 
     action: Annotated[str, choices("stop", "report", "off")] = "stop"
     every: Count | None = None
-    sequences: Count | None = None
     max_mean_fp32: Positive = 1e-5
     max_mean_bf16: Positive = 0.05
 
@@ -348,7 +332,7 @@ class Profile:
 class Watch:
     """Set the stall detection of a run (docs/operate.md): how long a process may stay in one phase.
 
-    action: stop ends a run that stalls, report only logs and records it, off starts no heartbeats.
+    action: stop ends a run that stalls, off starts no heartbeats.
     first_s: bound in seconds of a phase that a process has not ended before. Writing a trace has at least
     recipe.timeouts.load_s every time, validation the first time; so have loading and waiting for a checkpoint, counted
     from the last byte that any process read or wrote.
@@ -357,7 +341,7 @@ class Watch:
     Independently of these, a rank may wait for another in a process group for 0.8 of distributed_timeout_minutes.
     """
 
-    action: Annotated[str, choices("stop", "report", "off")] = "stop"
+    action: Annotated[str, choices("stop", "off")] = "stop"
     first_s: Positive = 1800.0
     least_s: Positive = 900.0
     factor: Factor = 5.0
@@ -449,8 +433,7 @@ class Recipe:
     ray_address: null starts a Ray on this machine; "auto" or HOST:PORT joins a running one.
     worker_process_setup_hook: a "package.module.function" that every Ray worker calls after the prelude and
     before Ray gives it a die. On npu it must not import torch_npu.
-    ray_port: port of the Ray that the run starts; null: any free one.
-    expert_load: count the tokens of each expert; every step records max / mean, in training and in rollout on npu.
+    expert_load: count the tokens of each expert in training; every step records max / mean.
     model_shape: HF config.json from which the plan reads sizes, relative to the configs folder.
     trust_remote_code: run the Python code of a tokenizer that is code in the model's folder (Moonlight, Kimi-K2). It
     becomes verl's two keys of that name, of data and of actor_rollout_ref.model.
@@ -470,11 +453,10 @@ class Recipe:
     hardware: Annotated[str, choices(*HARDWARE)] = "a3"
     level: Annotated[str, choices(*LEVELS)] = "tuned"
     patches: list[_Pattern] = field(default_factory=list)
-    drift: Annotated[str, choices(*DRIFT_POLICIES, note=NO_SKIP_TEXT)] = "strict"
+    drift: Annotated[str, choices(*DRIFT_POLICIES)] = "strict"
     dtype: Annotated[str, choices(*VLLM_DTYPES)] = "bf16"
     ray_address: RayAddress | None = None
     worker_process_setup_hook: Dotted | None = None
-    ray_port: Port | None = None
     expert_load: bool = False
     model_shape: str = "model/deepseekv3_671b.json"
     trust_remote_code: bool = False

@@ -12,7 +12,6 @@ from verl_patches.plan.memory_plan import whole_prompt_checks
 from verl_patches.reshard.blocks import sync_checks
 from verl_patches.rewards.checks import reward_checks, reward_model_checks
 from verl_patches.rollout.checks import ascend_checks, rollout_checks
-from verl_patches.run.environment import environment_checks
 from verl_patches.run.files import data_checks, disk_checks, folder_checks, hook_checks, reward_folder_checks
 from verl_patches.run.hccl import hccl_checks
 from verl_patches.spec import Rule, Rules
@@ -76,4 +75,4 @@ LAUNCHERLESS_RULES: frozenset[Rule] = frozenset(
         *(ratio_checks, logprob_checks, objective_checks, critic_checks, micro_batch_checks, support_checks),
     }
 )
-RULES = Rules(FILE_RULES, SIZE_RULES, (environment_checks, disk_checks, verl_checks), LAUNCHERLESS_RULES)
+RULES = Rules(FILE_RULES, SIZE_RULES, (disk_checks, verl_checks), LAUNCHERLESS_RULES)

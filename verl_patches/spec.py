@@ -20,7 +20,7 @@ from pydantic import AfterValidator, ConfigDict, PlainSerializer, TypeAdapter
 from verl_patches.errors import Check, ConfigError, our_command
 from verl_patches.layout.inventory import DTYPE_BYTES, ModelShape, build_inventory
 from verl_patches.layout.parallel import ParallelLayout
-from verl_patches.layout.sharding import OPTIMIZER_BYTES
+from verl_patches.layout.sharding import OPTIMIZER_BYTES, train_library
 from verl_patches.patching.switches import Switches
 from verl_patches.platform import as_npu
 from verl_patches.platform.npu.machine import HARDWARE, Hardware
@@ -53,15 +53,14 @@ class NextStart:
 
     resumed, step: the checkpoint that it starts from, and the step after which that was written. parent: the start of
     this run that it continues, and the step; None where it begins a chain. held: number of checkpoints of the chain.
-    others: a sentence about the bytes of checkpoints outside the chain, "" without any. name: its folder, such as 0001;
-    None before it is made. by_launcher: whether the launcher made it; checkpoints then lie in that folder too.
+    name: its folder, such as 0001; None before it is made. by_launcher: whether the launcher made it; checkpoints then
+    lie in that folder too.
     """
 
     resumed: Path | None = None
     step: int | None = None
     parent: tuple[str, int] | None = None
     held: int = 0
-    others: str = ""
     name: str | None = None
     by_launcher: bool = False
 
@@ -158,7 +157,7 @@ class RunSpec:
     @property
     def train_library(self) -> str:
         """Return the name of the training library in layout/sharding.py."""
-        return "mindspeed" if self.line == A3 else "megatron-local"
+        return train_library(self.line)
 
     @property
     def rollout_library(self) -> str:

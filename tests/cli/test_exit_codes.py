@@ -19,7 +19,6 @@ ENDS = {  # {command: {exit code: its words}}; DIR is a folder of the test
     "digest": {0: SWITCHES, 2: "--switches line=none"},
     "install-prelude": {2: "--verl-path DIR/absent"},  # 0 would change this Python
     "check": {2: "--upstream DIR/absent"},
-    "fingerprint": {0: "update.log_with_run --line pypi", 2: "no.row --line pypi"},
     "smoke": {2: WRONG_BATCH},
     "train": {2: f"--config-name {TINY} {WRONG_BATCH}", 1: f"--config-name {TINY} --dry-run {WRONG_BATCH}"},
     "plan": {0: TINY, 1: f"{TINY} {WRONG_BATCH}", 2: "absent"},
@@ -29,11 +28,7 @@ ENDS = {  # {command: {exit code: its words}}; DIR is a folder of the test
     "reshard-plan": {2: "--train absent --rollout tp2"},
     "report": {2: "DIR/absent"},
     "samples": {2: "DIR/absent"},
-    "compare": {
-        0: "DIR/run.jsonl --baseline DIR/run.jsonl",
-        1: "DIR/far.jsonl --baseline DIR/run.jsonl",
-        2: "DIR/absent",
-    },
+    "compare": {0: "DIR/run.jsonl DIR/run.jsonl", 1: "DIR/far.jsonl DIR/run.jsonl", 2: "DIR/absent DIR/run.jsonl"},
     "generate": {2: "DIR/absent DIR/in.jsonl DIR/out.jsonl"},
     "chat": {2: "DIR/absent"},
     "eval": {2: "DIR/absent DIR/out.jsonl"},
@@ -44,7 +39,6 @@ ENDS = {  # {command: {exit code: its words}}; DIR is a folder of the test
     "weights convert": {2: "DIR/absent DIR/out --hf"},
     "weights export": {2: "DIR/absent DIR/out"},
     "weights verify": {1: "DIR/damaged", 2: "DIR/absent"},
-    "weights show": {2: "DIR/absent"},
 }
 
 

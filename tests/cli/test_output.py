@@ -1,13 +1,17 @@
 """Test the output of tables, sentences and commands in terminals and in pipes."""
 
+import re
 import shlex
 import subprocess
 import sys
 
+import pytest
 import typer
 from typer.testing import CliRunner
 
-from verl_patches.__main__ import app
+from tests.run.record.test_report import run_summary, write_start
+from tests.scripts.test_commands import fault
+from verl_patches.__main__ import EXAMPLES, app
 from verl_patches.cli import output
 from verl_patches.cli.output import print_command, print_table
 
@@ -35,17 +39,45 @@ def test_a_command_can_be_pasted(monkeypatch, capsys):
     assert done.stdout == f"{words[3:]}\n" and text.count(" \\\n") > 1, (text, done.stderr)
 
 
-def shown_help(words, command):
-    """Yield (words of a command, an option's help, the printed help) for a command and those below it."""
-    printed = CliRunner().invoke(app, [*words, "--help"]).output
-    options = [option for option in command.params if not getattr(option, "hidden", False)]
-    yield from ((words, option.help, printed) for option in options if getattr(option, "help", None))
+def all_commands(command, *words):
+    """Yield (its words, command) of each command of ours."""
+    if not hasattr(command, "commands"):
+        yield words, command
     for name, child in getattr(command, "commands", {}).items():
-        yield from shown_help([*words, name], child)
+        yield from all_commands(child, *words, name)
 
 
-def test_help_shows_the_whole_text_of_each_option():
-    """Check because typer reads [text] as markup and drops it."""
-    found = list(shown_help([], typer.main.get_command(app)))
-    assert len(found) > 50
-    assert [(words, text) for words, text, printed in found if not {*text.split()} <= {*printed.split()}] == []
+@pytest.mark.parametrize("words", [words for words, _ in all_commands(typer.main.get_command(app))], ids=" ".join)
+def test_help_is_one_screen_with_the_whole_text_of_each_option_and_two_examples(words, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    printed = CliRunner().invoke(app, [*words, "--help"]).output
+    lines = printed.splitlines()
+    assert len(lines) <= 40 and max(map(len, lines)) <= 80, printed
+    assert len(EXAMPLES) == len(dict(all_commands(typer.main.get_command(app))))
+    examples = [line.strip() for line in lines[lines.index("  Examples:") + 1 :] if line]
+    assert len(examples) == 2 and [wrong for line in examples if (wrong := fault(shlex.split(line)))] == []
+    command, shown = dict(all_commands(typer.main.get_command(app)))[words], "".join(printed.split())
+    texts = [option.help for option in command.params if getattr(option, "help", None) and not option.hidden]
+    assert [text for text in texts if "".join(text.split()) not in shown] == []  # [text] is no markup
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "status --switches line=a3,platform=npu",
+        "status DIR/r",
+        "compare DIR/r DIR/r",
+        "plan deepseekv3_128die",
+        "plan deepseekv3_16die --all",
+        "doctor deepseekv3_tiny_cpu --this-node",
+    ],
+)
+def test_nothing_is_wider_than_a_terminal(command, monkeypatch, tmp_path):
+    folder = write_start(tmp_path / "r", run_summary())
+    (folder / "metrics.jsonl").write_text('{"step": 1, "critic/score/mean": 0.5}\n')
+    for name, value in (("COLUMNS", "80"), ("FORCE_COLOR", "1"), ("TERM", "xterm")):
+        monkeypatch.setenv(name, value)
+    shown = CliRunner().invoke(app, command.replace("DIR", str(tmp_path)).split()).stdout
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in shown.splitlines()]
+    commands = [line for line in lines if line.endswith("\\") or "python -m" in line or "ray start" in line]
+    assert len(lines) > 1 and [line for line in lines if len(line) > 80 and line not in commands] == []

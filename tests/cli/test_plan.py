@@ -17,7 +17,7 @@ from verl_patches.run.resolve import CONFIGS_DIR
 from verl_patches.step.replay.recording import save_step
 from verl_patches.weights.run_folders import take_start
 
-PAGE, TRUE_WEIGHTS_TOTAL_S = Path(__file__).resolve().parents[2] / "docs" / "plan.md", 859.68
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "plan.md"
 TINY, NODE, BIG = "deepseekv3_tiny_cpu", "deepseekv3_16die", "deepseekv3_256die_true_weight"
 PRESETS = sorted(path.stem for path in CONFIGS_DIR.glob("[!c]*_*die*.yaml") if path.stem != "deepseekv3_256die")
 
@@ -30,11 +30,7 @@ def test_a_dry_run_prints_the_same_as_plan():
     done, dry = call("plan", TINY, "--json"), call("train", "--config-name", TINY, "--dry-run", "--json")
     assert done.exit_code == dry.exit_code == 0 and done.stdout == dry.stdout
     plan = json.loads(done.stdout)
-    assert (
-        plan["ok"]
-        and plan["verdict"].startswith("fits: ")
-        and plan["step"] is plan["ports"] is plan["inference"] is None
-    )
+    assert plan["ok"] and plan["verdict"].startswith("fits: ") and plan["step"] is plan["ports"] is None
     assert {"checks", "memory", "traffic", "ports", "environment", "commands"} <= set(plan)
 
 
@@ -59,20 +55,14 @@ def test_all_prints_every_section_before_the_screen():
     assert "on by default" not in "\n".join(whole)
 
 
-def test_seconds_are_a_range_and_what_is_assumed_stands_beside_them():
+def test_seconds_are_a_range_and_the_other_level_stands_beside_them():
     plan = json.loads(call("plan", BIG, "level=tuned", "--json").stdout)
     step, shown = plan["step"], call("plan", BIG, "level=tuned").stdout
     assert step["total_s"] == pytest.approx(sum(phase["seconds"] for phase in step["phases"]), abs=0.01)
     assert step["total_range_s"][0] <= step["total_s"] < step["total_range_s"][1]
-    first, second = step["assumed_gains"]
-    assert (
-        first["if"].startswith("if 0.6 of ") and "13.6%" in second["if"] and first["saves_s"] > 20 < second["saves_s"]
-    )
-    assert f"then -{first['saves_s']:.0f} s" in shown
     level = plan["level"]
     assert level["other"] == "reference" and level["saves_s"] > 100 and "reference: " in shown
     assert {"trainer.balance_batch", "recipe.tensor_cache.enabled"} & {*level["keys"]} == {"trainer.balance_batch"}
-    assert json.loads(call("plan", BIG, "--json").stdout)["step"]["assumed_gains"] == []
 
 
 def test_a_published_run_is_planned_by_its_lengths_and_switches():
@@ -81,10 +71,9 @@ def test_a_published_run_is_planned_by_its_lengths_and_switches():
     plan = json.loads(call(*shlex.split(example.replace("\\\n", " "))).stdout)
     seconds = {phase["phase"]: phase["seconds"] for phase in plan["step"]["phases"]}
     rows = {row["row"].rpartition("1,577 tokens: ")[2]: row for row in plan["step"]["calibration"]}
-    for phase in ("rollout", "ref", "update"):
+    for phase in ("ref", "update"):
         assert seconds[phase] == pytest.approx(rows[phase]["modelled_s"], rel=0.005), phase
-    low, high = plan["step"]["total_range_s"]
-    assert low < TRUE_WEIGHTS_TOTAL_S < high
+    assert seconds["rollout"] < rows["rollout"]["modelled_s"]  # over HCCL, which synchronises faster than its Gloo
 
 
 def test_a_picture_has_the_memory_of_each_phase(tmp_path):
@@ -92,19 +81,13 @@ def test_a_picture_has_the_memory_of_each_phase(tmp_path):
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_tables_of_a_node_say_that_they_are_modelled():
-    done = call("plan", NODE, "--prompt-tokens", "100", "--dp-sync", "gloo", "--all")
+def test_all_of_a_plan_has_the_names_of_its_data():
+    done = call("plan", NODE, "--prompt-tokens", "100", "trainer.save_freq=5", "--all")
     assert done.exit_code == 0, done.output
     shown = " ".join(done.stdout.split())
-    for words in (
-        "step (modelled, not measured); range: the errors",
-        "prompt tokens 100",
-        "dp sync gloo",
-        "decode step, batch 64",
-    ):
+    for words in ("prompt_tokens 100", "decode step, batch 64", "61000, 61143", "plan.disk.parts"):
         assert words in shown, done.stdout
-    assert "generate, chat, eval: 1 node(s) of 16 dies hold the weights in bf16" in shown
-    assert "weight sync (modelled)" in shown and "61000 to 61143" in shown
+    assert re.search(r"^wake_kv +.*53\.0 GB ", done.stdout, re.MULTILINE) and "modelled True" in shown
 
 
 def test_a_search_lists_as_many_layouts_as_asked_for():
@@ -139,7 +122,8 @@ def test_what_is_printed_for_4_nodes_of_8_dies_leads_to_a_layout(config, hardwar
     done = call(*search)
     if config == BIG:
         assert isinstance(done.exception, ConfigError) and "no layout for 32 dies" in str(done.exception)
-        search.append(re.search(r"recipe\.num_hidden_layers=\d+", str(done.exception))[0])
+        assert "use more dies, or fewer layers (recipe.num_hidden_layers)" in str(done.exception)
+        search.append("recipe.num_hidden_layers=8")
         done = call(*search)
     assert done.exit_code == 0, (done.output, done.exception)
     row = next(line for line in done.output.splitlines() if line.startswith("1: "))
@@ -171,7 +155,6 @@ def test_no_layout_is_searched_where_none_would_help():
         ((NODE, "--search", "--dies", "24"), "--dies is 24; expected a multiple of 16"),
         ((TINY, "--search", "--dies", "16"), "expected recipe.platform=npu"),
         ((NODE, "--search", "recipe.line=pypi", "recipe.train.balanced_routing=false"), "recipe.line=a3"),
-        ((TINY, "--dp-sync", "mpi"), "--dp-sync is 'mpi'; expected one of hccl, gloo"),
     ],
 )
 def test_wrong_use_is_refused(arguments, message):
@@ -225,19 +208,8 @@ def test_what_was_given_is_in_the_next_command(tmp_path):
     assert Workload().option == ()
 
 
-def test_what_disks_take_has_its_own_table():
-    shown = " ".join(call("plan", NODE, "trainer.save_freq=5", "--disk-gb-s", "20", "--all").stdout.split())
-    assert "what a start reads and a save writes (modelled), at --disk-gb-s" in shown and " load " in shown, shown
+def test_a_rate_of_disks_is_above_0():
     assert isinstance(call("plan", NODE, "--disk-gb-s", "0").exception, ConfigError)
-
-
-def test_the_rate_of_disks_may_be_that_of_a_run(tmp_path):
-    run = Path(recorded_run(tmp_path / "a", None))
-    refused = call("plan", NODE, "--disk-gb-s", str(run)).exception
-    assert isinstance(refused, ConfigError) and "a run that saved checkpoints" in str(refused)
-    saves = [{"bytes": 4e12, "complete_s": seconds} for seconds in (500.0, 1000.0)]
-    (run / "summary.json").write_text(json.dumps({"steps": [], "checkpoints": saves}))
-    assert json.loads(call("plan", NODE, "--disk-gb-s", str(run), "--json").stdout)["disk"]["gb_s"] == 4.0
 
 
 A2_OVERRIDES = [

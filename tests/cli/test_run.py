@@ -168,9 +168,9 @@ def run_smoke(monkeypatch, tmp_path):
 
 
 def test_rows_that_the_user_switched_off_are_named_first_and_last(run_smoke):
-    off = "recipe.patches=[-model.mla_k_pe_grad,-logprob.truth_check]"
+    off = "recipe.patches=[-model.mla_k_pe_grad,-reward.pass_at_k]"
     first, *_, last, proved, not_proved = run_smoke(0, off).stdout.splitlines()
-    off_text = "2 rows off by you: logprob.truth_check, model.mla_k_pe_grad"
+    off_text = "2 rows off by you: reward.pass_at_k, model.mla_k_pe_grad"
     assert proved.startswith("This proved: ") and not_proved.startswith("It did not prove: ")
     assert first.startswith(off_text) and last.startswith("ok in 1 s") and off_text in last
     assert off_text in run_smoke(1, off).stderr
@@ -217,7 +217,7 @@ def test_status_finds_a_run_by_its_folder_and_by_its_name_and_says_why_a_row_is_
     for given in ("named", "outputs/named"):
         done = CliRunner().invoke(app, ["status", "--run", given])
         assert done.exit_code == 0 and "row.a" in done.stdout
-        assert "switched off by -row.*" in done.stdout and "controller: off, workers 0-255: off" in done.stdout
+        assert "switched off by -row.*" in done.stdout and "off: 257 processes" in done.stdout
     text = refusal("status", "--run", "gone")
     assert "gone: " in text and f"in {tmp_path / 'outputs'}: named" in text
 

@@ -1,4 +1,4 @@
-"""Test the commands `weights convert`, `verify` and `show`: output, exit codes, and the plan for 671B."""
+"""Test the commands `weights convert`, `export` and `verify`: output and exit codes."""
 
 import json
 import os
@@ -11,10 +11,9 @@ from tests.weights.cases import SMALL, make_folder, write_checkpoint
 from verl_patches.__main__ import app
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory
-from verl_patches.layout.model_folder import INDEX, QUANTIZATION
-from verl_patches.run.resolve import CONFIGS_DIR
+from verl_patches.layout.model_folder import INDEX
 from verl_patches.weights.manifest import CRITIC
-from verl_patches.weights.source import FP8_KINDS, QUANTIZATION_CONFIG, open_source, scale_name
+from verl_patches.weights.source import open_source
 
 LAYOUT = "tp2 pp2 ep6 etp1 @12 layers=1,1"
 TRAIN_256 = "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7"
@@ -37,21 +36,15 @@ def folder(tmp_path):
     return tmp_path / "hf"
 
 
-def test_convert_show_verify_and_export(folder, tmp_path):
+def test_convert_verify_and_export(folder, tmp_path):
     megatron, back = tmp_path / "megatron", tmp_path / "back"
-    plan = answer("convert", folder, megatron, "--layout", LAYOUT, "--dry-run")
-    assert not megatron.exists() and (plan["layout"], plan["weight_files"]) == (LAYOUT, 12)
     done = answer("convert", folder, megatron, "--layout", LAYOUT, "--processes", "2")
     assert (done["written"], done["kept"]) == (12, 0)
-    assert plan["read_bytes"] <= done["read_bytes"] < 1.5 * plan["read_bytes"]  # few columns are read as whole rows
-    shown = answer("show", megatron)
-    assert (shown["kind"], shown["layout"], shown["checksums"]) == ("megatron", LAYOUT, "CRC-32 of each record")
-    parts = answer("show", megatron, "--tensor", HEAD)
-    assert [part["region"] for part in parts["files"]] == [f"{HEAD}[0:256]", f"{HEAD}[256:512]"]
     assert answer("verify", megatron)["problems"] == [] == answer("verify", folder)["problems"]
-    exported = call("export", megatron, back, "--fp8")
+    exported = call("export", megatron, back)
     assert "files written" in exported.stdout and (back / INDEX).is_file()
-    assert "0 problems" in call("verify", back).stdout and "F8_E4M3" in call("show", back).stdout
+    assert "0 problems" in call("verify", back).stdout
+
     flip(next(megatron.rglob("*.pt")), -2000)
     (problem,) = answer("verify", megatron, code=1)["problems"]
     assert "model_optim_rng.pt" in problem
@@ -100,10 +93,10 @@ def test_verify_checks_the_critic_of_a_checkpoint(tmp_path, actor):
 
 def test_a_checkpoint_of_a_value_model_alone_names_where_its_weights_are(tmp_path):
     saved = with_critic(tmp_path / "global_step_1", actor=False)
-    for arguments in (["show", saved], ["export", saved, tmp_path / "out"]):
+    for arguments in (["export", saved, tmp_path / "out"],):
         done = CliRunner().invoke(app, ["weights", *map(str, arguments)])
         assert isinstance(done.exception, ConfigError) and f"give {saved / CRITIC}" in str(done.exception)
-    assert answer("show", saved / CRITIC)["kind"] == "checkpoint"
+    assert open_source(saved / CRITIC).kind == "checkpoint"
     assert open_source(with_critic(tmp_path / "both")).kind == "checkpoint"  # control: with an actor it opens
 
 
@@ -117,43 +110,9 @@ def test_verify_of_no_folder_is_wrong_use_and_claims_no_check(folder, tmp_path):
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [
-        ([], "expected one of --hf and --layout"),
-        (["--layout", "tp2"], "number of ranks is missing"),
-        (["--hf", "--dtype", "int4"], "--dtype int4"),
-        (["--hf", "--file-gb", "nan"], "--file-gb nan"),
-    ],
+    [([], "expected one of --hf and --layout"), (["--layout", "tp2"], "number of ranks is missing")],
 )
 def test_wrong_use_is_named(folder, tmp_path, arguments, words):
     done = CliRunner().invoke(app, ["weights", "convert", str(folder), str(tmp_path / "out"), *arguments])
     assert isinstance(done.exception, ConfigError) and words in str(done.exception)  # main() exits with 2
     assert not (tmp_path / "out").exists()
-
-
-def public_folder(folder):
-    """Make the config and the index of DeepSeek-V3 in FP8 as published: 163 files of 671B."""
-    published = CONFIGS_DIR / "model" / "deepseekv3_671b.json"
-    names = ["model.layers.61.eh_proj.weight"]  # a tensor of the MTP layer
-    for parameter in build_inventory(published).parameters:
-        names += [parameter.name, *([scale_name(parameter.name)] if parameter.kind in FP8_KINDS else ())]
-    folder.mkdir()
-    config = json.loads(published.read_text()) | {QUANTIZATION: QUANTIZATION_CONFIG}
-    (folder / "config.json").write_text(json.dumps(config))
-    file_of = {name: f"model-{n * 163 // len(names) + 1:05d}-of-000163.safetensors" for n, name in enumerate(names)}
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": file_of}))
-    return folder
-
-
-@pytest.mark.slow
-def test_671b_is_planned(tmp_path):
-    """Plan 163 files in FP8 to Megatron's checkpoint of the 256-die layout, from the index alone."""
-    source = public_folder(tmp_path / "hf")
-    plan = answer("convert", source, tmp_path / "out", "--layout", TRAIN_256, "--dry-run")
-    assert plan["planning_s"] > 0 and plan["weight_files"] == 256
-    assert (plan["tensors"], plan["left_out"]) == (45_395, 1)
-    experts, others = 58 * 256 * 3 * 7168 * 2048, 671_026_419_200 - 58 * 256 * 3 * 7168 * 2048
-    # each of 8 groups has a copy of the others; reads differ by the bf16 embedding and head, and by scales
-    assert plan["write_bytes"] == pytest.approx(2 * (experts + 8 * others), rel=0.08)
-    assert plan["read_bytes"] == pytest.approx(plan["write_bytes"] / 2, rel=0.05)
-    assert 5e9 < plan["host_bytes_of_a_process_modelled"] < 9e9
-    assert 0 < plan["seconds_modelled"][0] < plan["seconds_modelled"][1]

@@ -416,26 +416,6 @@ def _scale(llm: Any, factor: float) -> dict[str, Any]:
     return {}
 
 
-def slept(llm: Any, reference: Any) -> dict[str, Any]:
-    """Sleep at level 2 by patch memory.sleep_mode, wake up, generate (`error`), and write the weights back."""
-    llm.mark_weights_written(last=False)
-    with weights_written_back(llm):
-        llm.sleep(2)
-        asleep = {"weights": _spoilt(engine_model(llm).parameters()), "buffers": _spoilt(engine_model(llm).buffers())}
-        llm.wake_up()
-        error = refused(lambda: llm.generate([{"prompt_token_ids": [3, 4]}], use_tqdm=False))
-    llm.mark_weights_written(last=False)
-    return {"asleep": asleep, "error": error}
-
-
-def slept_without_the_row(llm: Any, reference: Any) -> dict[str, Any]:
-    """Sleep at vLLM's own level 2, wake up, and write the weights back."""
-    with weights_written_back(llm):
-        llm.sleep_mode._sleep(2)
-        llm.sleep_mode._wake_up(None)
-    return {"buffers": _spoilt(engine_model(llm).buffers())}
-
-
 @contextmanager
 def weights_written_back(llm: Any) -> Iterator[None]:
     """Restore every weight, and no buffer, at the end of the block, as a weight sync would."""
@@ -448,10 +428,6 @@ def weights_written_back(llm: Any) -> Iterator[None]:
     with torch.no_grad():
         for name, tensor in freeable_weights(engine_model(llm)).items():
             tensor.copy_(kept[name])
-
-
-def _spoilt(tensors: Any) -> int:
-    return sum(bool(tensor.is_floating_point() and tensor.isnan().any()) for tensor in tensors)
 
 
 def named_check(llm: Any, reference: Any, check: dict[str, Any]) -> dict[str, Any]:

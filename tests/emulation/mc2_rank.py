@@ -23,7 +23,7 @@ def engines(model: str, dp: int, tp: int, cases: list[dict]) -> list[dict[str, A
     from vllm.distributed import parallel_state
 
     from tests.emulation.emulated_engine import compare, reference_responses, without
-    from tests.rollout.rebalance_rank import build
+    from tests.rollout.dp_sync_rank import build
     from verl_patches.platform.npu.groups import small_groups_mib
 
     small_groups_mib.value = 64
@@ -52,7 +52,7 @@ def cut_experts(model: str, cases: dict[str, dict]) -> dict[str, Any]:
     from vllm.distributed import parallel_state
 
     from tests.emulation.emulated_engine import compare, reference_responses
-    from tests.rollout.rebalance_rank import build
+    from tests.rollout.dp_sync_rank import build
 
     reference, found = reference_responses(model), {}
     for name, options in cases.items():

@@ -31,7 +31,7 @@ ENGINES = {
     "graphs of several streams, traced": (
         {}, "",
         {"max_num_batched_tokens": 512, "enable_sleep_mode": True, "gpu_memory_utilization": 0.2,
-         "additional_config": {"torchair_graph_config": GRAPHS, "vllm_sleep_mode": False, **ASCEND_SCHEDULER}},
+         "additional_config": {"torchair_graph_config": GRAPHS, **ASCEND_SCHEDULER}},
         ["graphs", "cycles"], {}),
     "graphs of several streams, prompts in chunks, not traced": (
         {"TORCHDYNAMO_DISABLE": "1"}, "",
@@ -64,7 +64,7 @@ def test_log_probs_of_the_engine_are_those_of_transformers(name, model, run_emul
         used = USED_BYTES["weights"] + USED_BYTES["activations"] + USED_BYTES["beside"]  # as plan/expected.py has it
         assert found["classes"]["kv_cache_bytes"] == USED_BYTES["total"] // 2 - used
         assert found["classes"]["classes"] == CLASSES and found["sleep"]["poisoned"] == 1.0
-        assert "after sleep" in found["sleep"]["kept"] and "vllm_sleep_mode=false" in found["sleep"]["kept"]
+        assert "after sleep" in found["sleep"]["kept"] and "memory.sleep_mode on" in found["sleep"]["kept"]
     assert {fault: worst for fault, worst in spoilt.items() if worst < 100 * LARGEST} == {}
     traced = found.get("graphs", {}).get("traced")
     assert traced is None or (len(traced) == 1 and traced[0] > 100) == ("not traced" not in name)

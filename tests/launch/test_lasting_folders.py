@@ -39,7 +39,7 @@ def refusal(tmp_path, monkeypatch):
 
 
 def test_with_the_volumes_of_the_example_job_both_256_die_runs_start(refusal):
-    job = load_job(CONFIGS_DIR / "cluster_256die.yaml", {})
+    job = load_job(CONFIGS_DIR / "cluster_256die.yaml")
     inside = [folder.replace(job.checkout, str(ROOT)) for folder in job.volumes.values()]
     for name in ("deepseekv3_256die_true_weight", "deepseekv3_256die_random_init"):
         assert refusal(OWN + mounted(*inside), name=name) == ""
@@ -55,11 +55,7 @@ def test_a_place_that_is_not_mounted_is_named_with_its_key_and_the_mounts(refusa
 
 
 @pytest.mark.parametrize(
-    ("key", "inside", "mount", "path"),
-    [
-        ("trainer.default_local_dir", "/home/me/ckpt", "/data/ckpt", "/home/me/ckpt"),
-        ("recipe.output_root", "results", "outputs/more", "results"),
-    ],
+    ("key", "inside", "mount", "path"), [("trainer.default_local_dir", "/home/me/ckpt", "/data/ckpt", "/home/me/ckpt")]
 )
 def test_an_override_counts_as_the_run_resolves_it(refusal, monkeypatch, key, inside, mount, path):
     monkeypatch.chdir(ROOT)

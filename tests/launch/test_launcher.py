@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import termios
 import time
 from pathlib import Path
@@ -44,7 +43,7 @@ for child in children: child.stdout.readline()
     outcome, summary, lines = start(code)
     assert (outcome.code, outcome.reason, summary["exit"], summary["steps"]) == (0, "ok", "ok", [STEP])
     assert lines == ["| one", "| two"]
-    assert 200_000_000 < summary["peak_pss_bytes"]["total"] < 400_000_000
+    assert 200_000_000 < summary["peak_rss_bytes"]["total"] < 500_000_000
     names = {v["name"] for v in json.loads((outcome.folder / "environment.json").read_text())}
     assert {"VERL_PATCHES", "VLLM_USE_V1", "RAY_TMPDIR"} <= names
     assert not (outcome.folder / "ray_logs").exists()
@@ -116,23 +115,6 @@ logs.mkdir(parents=True); (logs / "raylet.err").write_text("it broke"); (logs / 
     assert not temp.exists() and len(str(temp)) < 40
 
 
-def test_temporary_folders_of_killed_launchers_are_removed_at_the_next_start(monkeypatch):
-    parent = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))  # short enough for sockets
-    monkeypatch.setattr(launcher.tempfile, "gettempdir", lambda: str(parent))
-    killed, other = parent / "vr-killed", parent / "vp-without-owner"
-    try:
-        for folder in (killed, other):
-            folder.mkdir()
-        (killed / "owner").touch()  # the kernel releases the lock of a killed process
-        with launcher.short_temp_dir() as held:
-            assert not killed.exists() and other.is_dir()
-            with launcher.short_temp_dir() as own:
-                assert held.is_dir() and own.is_dir()  # the control: the other launcher lives
-        assert not held.exists() and not own.exists()
-    finally:
-        shutil.rmtree(parent)
-
-
 def signalled(tmp_path, act, hang_up="SIG_DFL"):
     """Return a program whose launcher does `act` once its driver runs, and prints at every look at the clock."""
     folder = tmp_path / "t/0001"
@@ -161,7 +143,7 @@ sys.exit(outcome.code)
 """
 
 
-SIGNALS = [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)]  # SIGHUP has a test of its own below
+SIGNALS = [(signal.SIGINT, 130), (signal.SIGKILL, -9)]  # SIGHUP and SIGTERM have tests of their own below
 
 
 @pytest.mark.parametrize(("number", "code"), SIGNALS)
@@ -173,7 +155,7 @@ def test_signals_to_the_launcher(run_python, tmp_path, number, code):
         while is_running(folder, "driver.pid"):
             time.sleep(0.05)
         psutil.Process(int((folder / "child.pid").read_text())).kill()  # this test's own, ignores SIGTERM
-        shutil.rmtree((folder / "temp").read_text(), ignore_errors=True)  # the next launcher's start removes it too
+        shutil.rmtree((folder / "temp").read_text(), ignore_errors=True)
     else:
         assert json.loads((folder / "summary.json").read_text())["exit"] == interruption_text(number)
         assert not is_running(folder)

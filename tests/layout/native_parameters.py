@@ -13,19 +13,12 @@ import torch
 from verl_patches.layout.inventory import Inventory, Parameter
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import MEGATRON_NAMES, local_parameters
-from verl_patches.reshard.parameters import MINDSPEED_NAMES, te_name
+from verl_patches.reshard.parameters import MINDSPEED_NAMES
 from verl_patches.reshard.region import Region, shard_region
 
-GATE, UP, DOWN = "routed_expert_gate", "routed_expert_up", "routed_expert_down"
-_EXPERTS = "decoder.layers.{layer}.mlp.experts."
-GROUPED = {GATE: f"{_EXPERTS}weight1", UP: f"{_EXPERTS}weight1", DOWN: f"{_EXPERTS}weight2"}
+GATE, UP = "routed_expert_gate", "routed_expert_up"
 # storage of parameters -> library that cuts them, name of each kind's parameter
-STORAGES = {
-    "local": ("megatron-local", MEGATRON_NAMES),
-    "te": ("megatron-te", MEGATRON_NAMES),  # respelled below
-    "grouped": ("megatron-local", MEGATRON_NAMES | GROUPED),
-    "mindspeed": ("mindspeed", MINDSPEED_NAMES),
-}
+STORAGES = {"local": ("megatron-local", MEGATRON_NAMES), "mindspeed": ("mindspeed", MINDSPEED_NAMES)}
 Stack = Callable[[list[torch.Tensor]], torch.Tensor]
 
 
@@ -59,7 +52,6 @@ def pack(
             if not _in_chunk(p, number, layers, layout):
                 continue
             name = names[p.kind].format(layer=(p.layer or 0) - layers.start, expert=(p.expert or 0) - first)
-            name = te_name(name) if storage == "te" else name
             joined.setdefault(name, {}).setdefault(p.expert, []).append(part(tensors[p.name], shard_region(shard)))
         pieces_by_name = {
             name: [torch.cat(pieces) for pieces in pieces_by_expert.values()]

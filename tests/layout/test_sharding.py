@@ -23,7 +23,7 @@ def test_attention_values_that_tensor_parallelism_does_not_cut():
         shards = local_parameters(BIG, TRAIN, 0, library).shards
         attention = [shards[p.name] for p in BIG.layers[3] if p.part == "attention"]
         uncut[library] = sum(shard.count for shard in attention if shard.axis is None)
-    assert uncut == dict.fromkeys(LIBRARIES, 15_140_864) | {"megatron-local": 2048, "megatron-te": 2048}
+    assert uncut == dict.fromkeys(LIBRARIES, 15_140_864) | {"megatron-local": 2048}
 
 
 def test_bytes_of_a_rollout_die():
@@ -118,4 +118,4 @@ def test_static_bytes_follow_the_layout():
     assert fewer.optimizer_bytes < 1.01 * published.optimizer_bytes  # sharded over edp = 2
     context = ParallelLayout(256, tp=4, cp=2, pp=8, ep=32, etp=1, layers_per_stage=layers)
     assert static_bytes(BIG, context, rank) == published  # dp = 4: the optimizer is sharded over dp * cp
-    assert static_bytes(BIG, TRAIN, rank, "megatron-te").param_bytes < published.param_bytes
+    assert static_bytes(BIG, TRAIN, rank, "megatron-local").param_bytes < published.param_bytes

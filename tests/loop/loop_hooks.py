@@ -7,7 +7,6 @@ replace no symbol that our patch table replaces.
 import functools
 import gc
 import importlib
-import itertools
 import os
 import signal
 import time
@@ -110,17 +109,20 @@ def end_early():
 def print_bytes():
     """Let the trainer print the bytes of the arrays that each stage of the tensor cache sends and receives."""
 
-    def run(stage, original, self, sent):
-        answers = original(self, sent)
-        payloads = [part for part in (sent, *answers) if not isinstance(part, bool)]
+    def run(stage, original, sent):
+        answers = original(sent)
+        payloads = [part for part in (sent, *answers) if not isinstance(part, bool | None)]
         parts = [part if isinstance(part, dict) else vars(part) for part in payloads]
         sizes = [value.nbytes for part in parts for value in part.values() if hasattr(value, "nbytes")]
         print("bytes of stage", stage, sum(sizes))
         return answers
 
-    for stage in ("generate", "place", "log_prob", "ref_log_prob", "update"):
-        counted = functools.partial(run, stage)
-        wrap("verl_patches.trainer.worker_group", f"WorkerCalls.{stage}_cached", counted)
+    def count(self):
+        for stage in ("generate", "place", "log_prob", "ref_log_prob", "update"):
+            name = f"{stage}_cached"
+            setattr(self._group, name, functools.partial(run, stage, getattr(self._group, name)))
+
+    after_init("verl_patches.trainer.worker_group", "RecipeWorkerGroup", count)
 
 
 # -- spoilt weight syncs: controls of the truth check ------------------------------------------------------------------
@@ -176,28 +178,18 @@ def sleep_frees_nothing():
         )
 
 
-# -- requests that move between data-parallel ranks --------------------------------------------------------------------
+# -- what the watch counts ---------------------------------------------------------------------------------------------
 
 
-def move_requests():
-    """Let each exchange move one rank's first movable request to the next rank: from rank 0, then rank 1, and so on.
+def print_watched_groups():
+    """Print the groups that the watch counts, after each rollout."""
 
-    Ranks then have unequally many requests after every other exchange. If that rank has no movable request, the plan
-    is unchanged. The hook also prints the groups that the watch counts.
-    """
-    exchanges = itertools.count()
-
-    def to_the_next(plan, state, *args):
-        from verl_patches.rollout.rebalance import MovePlan, RequestMove
-
+    def generate(original, *args, **kwargs):
+        outputs = original(*args, **kwargs)
         print("watch counts", sorted(heartbeat.current_heartbeat()._begun_by_group()))
-        rank = next(exchanges) % len(state.lengths)
-        movable = [at for at, tokens in enumerate(state.lengths[rank]) if tokens > 0]
-        if not movable:
-            return plan(state, *args)
-        return MovePlan((RequestMove(rank, (rank + 1) % len(state.lengths), (movable[0],)),), 0, 0)
+        return outputs
 
-    wrap("verl_patches.rollout.rebalance_engine", "plan_moves", to_the_next)
+    wrap(ROLLOUT, "vLLMRollout.generate_sequences", generate)
 
 
 # -- spoilt destination maps: controls of the resharder's verification -------------------------------------------------

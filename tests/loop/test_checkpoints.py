@@ -136,7 +136,7 @@ def test_a_new_run_of_that_name_leaves_the_checkpoints_of_the_run_before(smoke, 
     new = smoke("--steps", "2", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=1", after=before)
     home = new.folder.parent
     assert [*saved_checkpoints(new)] == [2] and [step["step"] for step in new.steps] == [1, 2]
-    assert new.folder.name == "0004" and f"{home}: other starts (0001, 0002, 0003) hold" in new.output
+    assert new.folder.name == "0004"
     for step, path in saved_checkpoints(before).items():
         copied = home / path.relative_to(before.folder.parent)
         manifest = read_manifest(copied)

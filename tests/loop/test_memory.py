@@ -1,6 +1,5 @@
 """Test our memory schedule in the real loop: moves are the table's, updates equal, the ledger's bytes as planned."""
 
-import json
 import re
 from dataclasses import replace
 
@@ -31,7 +30,7 @@ def assert_carried_out(run):
     assert first["sequences"][0][:2] == ["load actor_params", "free actor_params"]  # nothing has written to them yet
     for way in ("load", "offload"):
         moved = second["moves"][f"{way} actor_params"]
-        assert moved["count"] == 1 and moved["copied_bytes"] == moved["bytes"] > 0
+        assert moved["count"] == 1 and moved["bytes"] > 0
     assert "free actor_params" not in second["moves"]
     assert second["moves"]["empty_cache"]["count"] == done.count("empty_cache")
 
@@ -75,12 +74,10 @@ def assert_as_planned(run, library):
 
 
 def assert_profiled(run):
-    """Assert that one rank's update and the ledger's bytes are traced; tests/trainer/test_profile.py reads traces."""
-    files = [f"step_2_rank_1_update.{end}" for end in ("json.gz", "memory.json")]
+    """Assert that one rank's update is traced; tests/trainer/test_profile.py reads traces."""
+    files = ["step_2_rank_1_update.json.gz"]
     assert [step["profile"] for step in run.steps] == [None, {"files": files, "faults": []}]
-    assert sorted(file.name for file in (run.folder / "profile").iterdir()) == sorted(files)
-    held = json.loads((run.folder / "profile" / files[1]).read_text())["bytes"]
-    assert held["grads"] > 0 == held["kv_cache"]
+    assert [file.name for file in (run.folder / "profile").iterdir()] == files
 
 
 def assert_same_updates(run, expected):
@@ -88,26 +85,26 @@ def assert_same_updates(run, expected):
     assert read_metrics(run, "grad_norm") == read_metrics(expected, "grad_norm")[:2]
 
 
-def assert_one_copy_and_no_new_host_memory(run):
-    first, second = (step["offload"] for step in run.steps)
-    assert first["copies_per_byte"] == second["copies_per_byte"] == 1
-    assert first["host_bytes"] > 0 and second["host_allocations"] == second["host_bytes"] == 0
-    moves = second["moves"]
-    assert moves["free grads"]["copied_bytes"] == moves["free ref_params"]["copied_bytes"] == 0
+def assert_bytes_as_simulated_and_no_new_host_memory(run):
+    pinned = [step["usage"]["pinned_bytes"] for step in run.steps]
+    assert pinned[0] == pinned[1] > 0
+    moves = run.steps[1]["offload"]["moves"]
     assert "offload ref_params" not in moves and "free actor_params" not in moves  # they stay after old_log_prob
     assert moves["load optimizer"] == moves["offload optimizer"]
     sizes = run.steps[1]["memory"]["phases"]["update"]["bytes"]
     sizes = {**sizes, "ref_params": run.steps[1]["memory"]["phases"]["ref"]["bytes"]["ref_params"]}
     moments = simulate(SCHEDULE, sizes).values()
-    for way in ("to_device_bytes", "to_host_bytes"):  # ranks' shares of the optimizer differ by a few hundred bytes
-        assert second[way]["max"] / sum(getattr(moment, way) for moment in moments) == pytest.approx(1, abs=1e-3)
+    for way, verb in (("to_device_bytes", "load"), ("to_host_bytes", "offload")):
+        moved = sum(each["bytes"] for name, each in moves.items() if name.startswith(verb))
+        # ranks' shares of the optimizer differ by a few hundred bytes
+        assert moved / sum(getattr(moment, way) for moment in moments) == pytest.approx(1, abs=1e-3)
 
 
 def test_everything_offloaded_changes_no_update_and_the_ledger_sees_what_the_plan_expects(line, start):
     """Test rows memory.ledger, reshard.direct and memory.order; on line a3 the cache comes after training weights."""
     run = start(*OFFLOADED, *PROFILE)
     assert_same_updates(run, start())
-    assert_one_copy_and_no_new_host_memory(run)
+    assert_bytes_as_simulated_and_no_new_host_memory(run)
     assert_as_planned(run, {"pypi": "megatron-local", "a3": "mindspeed"}[line])
     assert_carried_out(run)
     assert_profiled(run)
@@ -127,7 +124,7 @@ def test_switched_back_a_run_follows_verls_order(smoke):
 def test_gradients_left_behind_stop_a_strict_run_by_name(smoke):
     run = smoke(*OFFLOADED, hook("keep_gradients"), ok=False)
     assert run.code == 1 and not run.steps and re.match(r"rank \d \(pid \d+ on .*\) in step 1: ", run.summary["exit"])
-    for words in ("MemoryLedgerError", "grads", "expected 0", "update (free)"):
+    for words in ("MemoryLedgerError", "grads", "expected 0"):
         assert words in run.summary["exit"]
 
 

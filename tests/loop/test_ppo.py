@@ -24,7 +24,6 @@ def test_a_critic_trains_beside_the_actor(ppo):
         assert step["critic"]["loss"] > 0 and step["critic"]["grad_norm"] > 0
         assert step["memory"]["violations"]["count"] == 0
         assert step["seconds"]["values"] > 0 and step["seconds"]["update_critic"] > 0
-        assert {"compute_values", "update_critic"} <= step["dispatch"]["start_skew_s"]["by_call"].keys()
     held = ppo.steps[1]["memory"]["phases"]["update_critic"]["bytes"]
     assert held["critic_params"] and held["critic_grads"] and held["critic_optimizer"]
     assert "vf_loss" in ppo.progress and f"{ppo.steps[1]['critic']['loss']:.5f}" in ppo.progress

@@ -64,7 +64,7 @@ def test_published_rows_build_and_train(smoke, tmp_path_factory, name):
     else:
         parquet.write_table(pa.Table.from_pylist(rows), folder / file)
     config, *overrides, _, output = [word.replace("mine/", f"{folder}/") for word in made]
-    assert build_data(read_settings(ROOT / config, overrides, folder / "out"), overwrite=False)[0] == 0
+    assert build_data(read_settings(ROOT / config, overrides, folder / "out"))[0] == 0
     place, words = run.index("--run"), [word.replace(output, str(folder / "out")) for word in run]
     done = smoke(*words[:place], *words[place + 2 :])
     assert done.summary["exit"] == "ok" and len(done.steps) == 2

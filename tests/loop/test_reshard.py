@@ -13,7 +13,7 @@ def test_a_step_reports_what_its_sync_moved(smoke):
     assert first["learnt"] and not later["learnt"]
     moved = later["received_bytes"]
     assert 0 < moved["mean"] <= moved["max"] and later["sent_bytes"]["mean"] == moved["mean"]
-    assert later["collectives"] == 5 and 0 < later["peak_extra_bytes"] < 4 * (512 << 20)
+    assert later["collectives"] == 1 and 0 < later["peak_extra_bytes"] < 4 * (512 << 20)
     assert later["seconds"]["total"] <= run.steps[1]["seconds"]["reshard"] + 1e-3
     table = run.progress
     assert "sync MB" in table and f"{moved['max'] / 1e6:.3f}" in table
@@ -32,7 +32,7 @@ def test_small_buckets_many_ranks_and_everything_offloaded(smoke):
     assert all(s["seconds"]["offload"] > 0 for s in run.steps)
     sync = run.steps[1]["sync"]
     assert not sync["learnt"]  # memory that comes back is known
-    assert sync["collectives"] > 6 and sync["peak_extra_bytes"] <= 4 * BUCKET_BYTES
+    assert sync["collectives"] > 2 and sync["peak_extra_bytes"] <= 4 * BUCKET_BYTES
 
 
 def test_a_spoilt_map_stops_the_run_by_name(smoke):

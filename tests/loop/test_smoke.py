@@ -39,7 +39,7 @@ from verl_patches.tools.data.samples import read_samples
 
 pytestmark = pytest.mark.slow
 PHASES = {"rollout", "reward", "ref", "update", "reshard", "offload"}
-KEYS = "run line platform layout dtype versions steps logprob_delta patches peak_pss_bytes exit"
+KEYS = "run line platform layout dtype versions steps logprob_delta patches peak_rss_bytes exit"
 
 
 def test_three_steps_leave_a_complete_record(smoke, tmp_path):
@@ -66,13 +66,13 @@ def test_three_steps_leave_a_complete_record(smoke, tmp_path):
     shown = [text for text in run.output.splitlines() if re.match(r"step +reward|  +\d ", text)]
     assert [text.split()[0] for text in shown] == ["step", "1", "2", "3"] and max(map(len, shown)) <= 80
     assert {int(n) for n in re.findall(r"step:(\d+) - ", run.log)} >= {1, 2, 3}  # verl's own lines, the last step's too
-    peaks = summary["peak_pss_bytes"]
+    peaks = summary["peak_rss_bytes"]
     assert 0 < peaks["total"] <= 12e9 and len(peaks) > 3
     for draw, name in ((run_figure, "training.png"), (memory_figure, "memory.png")):  # tests/run/record/test_plots.py
         assert (run.folder / name).read_bytes() == save_figure(draw(summary), tmp_path / name).read_bytes()
     assert any((run.folder / "tensorboard").rglob("events.out.tfevents*"))
     metrics = [json.loads(text) for text in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    rate = figures(summary)["tokens/s/rank", "median"]
+    rate = figures(summary)["tokens/s/rank"]
     assert [line["step"] for line in metrics] == [1, 2, 3]
     assert [line["reward/by_source"] for line in metrics] == [step["rewards"]["by_source"] for step in summary["steps"]]
     assert rate == pytest.approx(statistics.median(line["perf/throughput"] for line in metrics[1:]), rel=1e-3)
@@ -114,13 +114,11 @@ def test_recorded_rollouts_have_their_rewards_and_become_data(smoke, tmp_path):
     assert {row["data_source"] for row in rows} and all(row["reward_model"]["ground_truth"] for row in rows)
 
 
-def test_a_step_records_bytes_sent_and_start_times_of_workers(smoke):
-    stages = {"generate_sequences", "compute_log_prob", "compute_ref_log_prob", "update_actor"}
+def test_a_step_records_bytes_sent(smoke):
     for step in smoke().steps:
-        sent, skew = step["dispatch"], step["dispatch"]["start_skew_s"]
-        assert sent["calls"] >= len(stages) and sent["put_bytes"] > 1e5  # one batch a replica, by verl 0.4.0 itself
-        assert stages <= set(skew["by_call"]) and 0 < skew["max"] == max(skew["by_call"].values())
-    assert "skew s" in smoke().progress and f"{skew['max']:.4f}" in smoke().progress
+        sent = step["dispatch"]
+        assert sent["calls"] >= 4 and sent["put_bytes"] > 1e5  # one batch a replica, by verl 0.4.0 itself
+    assert "sent MB" in smoke().progress
 
 
 def test_status_of_the_run_from_the_command_line(line, start):

@@ -72,14 +72,13 @@ def nothing_stays_on_the_device_and_only_what_was_written_is_copied():
     offload(chunks)  # idempotent
     assert all(full.values()) and not any(sizes(chunks).values())
     assert not any(p.untyped_storage().nbytes() for p in reference.parameters())
-    recorded = counters.take_moves()
+    counters.take_moves()
     both.load()
     assert sizes(chunks) == {name: 0 if name.endswith("grad_data") else size for name, size in full.items()}
     assert all_equal(weights(chunks), before) and all_equal(weights([reference]), reference_weights)
     both.offload()
-    read = counters.take_moves()
     groups = ["actor_params", "actor_params", "ref_params"]
-    assert [f"{m['verb']} {m['group']}" for m in read] == [f"{verb} {g}" for verb in ("load", "free") for g in groups]
+    assert take_move_names() == [f"{verb} {group}" for verb in ("load", "free") for group in groups]
 
     def gradients():
         return {p.main_grad.abs().sum().item() for each in chunks for p in each.parameters()}
@@ -94,18 +93,13 @@ def nothing_stays_on_the_device_and_only_what_was_written_is_copied():
     offload(chunks)
     load(chunks)
     assert all_equal(weights(chunks), [weight + 1 for weight in before]) and gradients() == {0}
-    training = counters.take_moves()
-    names = {f"{move['verb']} {move['group']}" for move in training}
-    assert names == {"load actor_params", "alloc grads", "free grads", "offload actor_params"}
-    assert sum(move["host_bytes"] for move in training) == 0
-    for move in recorded + read + training:
-        assert move["copied_bytes"] == (move["bytes"] if move["verb"] in counters.COPY_VERBS else 0)
+    assert {*take_move_names()} == {"load actor_params", "alloc grads", "free grads", "offload actor_params"}
 
 
 def an_offloaded_optimizer_steps_as_without_with_one_copy_a_byte():
     """Compare three steps with everything offloaded between them to three without; `Counted` counts every copy."""
     for dtype in (FP32, BF16):
-        plain, offloaded, steps = trained(dtype), trained(dtype), []
+        plain, offloaded = trained(dtype), trained(dtype)
         for number in range(3):
             assert step(*offloaded, number) == step(*plain, number)
             assert all_equal(weights(plain[0]), weights(offloaded[0]))
@@ -115,19 +109,19 @@ def an_offloaded_optimizer_steps_as_without_with_one_copy_a_byte():
                 offload(*offloaded)
                 left = state_bytes(offloaded[1])
                 load(*offloaded)
-            recorded = counters.take_moves()
-            steps.append(counters.offload_summary([recorded]))
-            assert left == 0 and seen.copied_bytes == sum(move["copied_bytes"] for move in recorded)
-            assert seen.host_bytes == steps[-1]["host_bytes"]
-        assert [each["copies_per_byte"] for each in steps] == [1, 1, 1] and steps[0]["host_bytes"] > 0
-        assert [each["host_allocations"] for each in steps[1:]] == [0, 0]
-        moved = steps[2]["moves"]
-        assert moved["load optimizer"]["bytes"] == moved["offload optimizer"]["bytes"] > 0
-        assert moved["free grads"] == {**moved["alloc grads"], "copied_bytes": 0}
+            moves = counters.take_moves()
+            assert left == 0 and seen.copied_bytes == copied_bytes(moves)
+            assert (seen.host_bytes > 0) == (number == 0)
+        moved = counters.offload_summary([moves])["moves"]
+        assert moved["load optimizer"] == moved["offload optimizer"] and moved["free grads"] == moved["alloc grads"]
     with Counted() as seen:  # control: a copy that nothing records
         _ = [buffer.grad_data.cpu() for each in offloaded[0] for buffer in each.buffers]
         offload(*offloaded)
-    assert seen.copied_bytes > sum(move["copied_bytes"] for move in counters.take_moves()) and seen.host_bytes > 0
+    assert seen.copied_bytes > copied_bytes(counters.take_moves()) and seen.host_bytes > 0
+
+
+def copied_bytes(moves):
+    return sum(move["bytes"] for move in moves if move["verb"] in ("load", "offload"))
 
 
 def a_storage_that_other_code_changed_is_refused_by_name():
@@ -155,27 +149,21 @@ def a_storage_that_other_code_changed_is_refused_by_name():
         Optimizer(optimizer).load()
 
     for case, words in (
-        (other_storage, ("expert_parallel_buffers[0].param_data", "of 512 bytes", "another one of 512 bytes")),
+        (other_storage, ("expert_parallel_buffers[0].param_data", "of 0 bytes", "another one, of 512 bytes")),
         (written_reference, ("ref_params, bias", "host copy is stale")),
-        (state_of_other_size, ("group 0, parameter 0, exp_avg_sq", "of 0 bytes, found 4")),
+        (state_of_other_size, ("group 0, parameter 0, exp_avg_sq", "of 0 bytes, found its original one, of 4 bytes")),
     ):
         error = error_text(case)
         assert error.startswith("RecipeError: offload: ") and all(word in error for word in words), error
 
 
 class Upstream:
-    """Stand in for verl's worker for checkpoints and the ledger; `save` and `load` are verl's own functions."""
+    """Stand in for verl's worker for checkpoints and the ledger."""
 
     _is_actor, _is_rollout, _is_ref = True, False, False
 
     def __init__(self, config, role):
-        self.save = self.load = lambda: None
-
-    def save_checkpoint(self, folder):
-        self.save()
-
-    def load_checkpoint(self, folder):
-        self.load()
+        pass
 
 
 def make_worker(chunks, optimizer, offload=True):
@@ -195,7 +183,6 @@ def make_worker(chunks, optimizer, offload=True):
     context().schedule, context().unmoved_groups = None, frozenset()
     worker = make_subclass(Upstream, RecipeWorker)(OmegaConf.create({**config, "run": run.text()}), "actor")
     worker.trained = TrainedModel(chunks, optimizer, None)
-    worker.checkpoint = None  # as with patch checkpoint.parts off: verl's own functions are called
     return worker
 
 
@@ -209,68 +196,43 @@ def started(worker):
         context().scheduler = context().ledger = context().schedule = None
 
 
-def a_checkpoint_has_weights_and_states_which_are_offloaded_again():
-    """Check patch memory.order: loaded weights are copied to the host, saved weights are not."""
-    chunks, optimizer = trained(BF16)
-    worker, before = make_worker(chunks, optimizer), weights(chunks)
-    loads, offloads = (
-        ["load actor_params"] * 2 + ["load optimizer"],
-        ["offload actor_params"] * 2 + ["offload optimizer"],
-    )
+def what_a_resume_reads_is_offloaded_again():
+    """Check patch memory.order in fp32, where the checkpoint's load makes the states."""
 
-    def save():
-        assert all_equal(weights(chunks), before)
-
-    def double():
-        for parameter in chunks[0].parameters():
-            parameter.data.mul_(2)
-
-    worker.save, worker.load = save, double
-    assert not worker._is_offload_param and not worker._is_offload_optimizer  # verl's own offload is off
-    take_move_names()
-    worker.memory.offload_model(chunks, optimizer)
-    assert take_move_names() == ["free grads"] * 2 + offloads
-    with started(worker) as scheduler:
-        worker.save_checkpoint("here")
-        assert take_move_names() == [*loads, "free actor_params", "free actor_params", "offload optimizer"]
-        worker.load_checkpoint("here")
-        assert take_move_names() == loads + offloads and not any(sizes(chunks).values())
-        scheduler.begin("update")
-        doubled = len(list(chunks[0].parameters()))
-        assert all_equal(weights(chunks), [weight * 2 for weight in before[:doubled]] + before[doubled:])
-        take_move_names()
-        worker.save = lambda: None
-        worker.save_checkpoint("here")
-        assert take_move_names() == []  # everything is on the device already
-
-
-def states_that_a_resume_makes_are_offloaded_too():
-    """Check this in fp32, where load_checkpoint makes the states."""
-
-    def state_bytes_by_moment(case):
-        """Return the bytes of states in load_checkpoint, after it, and in the update."""
+    def resume(case):
+        """Return the moves of the load, and the bytes of states in it, after it, and in the update."""
         chunks, optimizer = trained(FP32)
-        worker, held = make_worker(chunks, optimizer, offload=case == "moved"), []
+        worker, before, held = make_worker(chunks, optimizer, offload=case == "moved"), weights(chunks), []
+        worker.memory.offload_model(chunks, optimizer)
 
-        def load():
+        def load(folder):
+            for parameter in chunks[0].parameters():
+                parameter.data.mul_(2)
             for one in optimizer.chained_optimizers:
                 for parameter in (p for group in one.optimizer.param_groups for p in group["params"]):
                     moments = {name: torch.ones_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
                     one.optimizer.state[parameter] = {"step": torch.tensor(3.0), **moments}
             held.append(state_bytes(optimizer))
 
-        worker.load = load
+        worker.checkpoint = SimpleNamespace(load=load)
+        assert not worker._is_offload_param and not worker._is_offload_optimizer  # verl's own offload is off
         with started(worker) as scheduler:
+            take_move_names()
             worker.load_checkpoint("here")
+            moves = take_move_names()
             held.append(state_bytes(optimizer))
             scheduler.begin("update")
             ones = [state[name] for state in adam_states(optimizer) for name in ("exp_avg", "exp_avg_sq")]
             held.append(sum(float(tensor.sum()) * 4 for tensor in ones))
-        return held
+            doubled = len(list(chunks[0].parameters()))
+            assert all_equal(weights(chunks), [weight * 2 for weight in before[:doubled]] + before[doubled:])
+        return moves, held
 
-    full = state_bytes_by_moment("stays")[0]
-    assert full and state_bytes_by_moment("stays") == [full, full, full]  # negative control: optimizer_offload=false
-    assert state_bytes_by_moment("moved") == [full, 0, full]
+    params = ["load actor_params"] * 2 + ["offload actor_params"] * 2
+    moves, (full, *held) = resume("stays")  # negative control: optimizer_offload=false
+    assert full and held == [full, full] and moves == params
+    moves, held = resume("moved")
+    assert held == [full, 0, full] and moves == [*params, "offload optimizer"]
 
 
 def a_checkpoint_uses_the_host_copies_of_the_schedule():

@@ -18,38 +18,20 @@ if megatron.core.optimizer.Adam.__module__.startswith("verl_patches"):  # line a
 
 
 class Counted(torch.overrides.TorchFunctionMode):
-    """Count copies between host and device, and new host memory, by the tensor calls that make them.
+    """Count copies between host and device, and new host memory, by the tensor calls that make them."""
 
-    On a CPU a tensor does not tell its side, and `.to` copies nothing: `host`, shared by all counters of the same
-    objects, holds the storages that `.to("cpu")` sent there. The device is torch.cuda.current_device().
-    """
-
-    def __init__(self, host=None):
+    def __init__(self):
         super().__init__()
-        self.host = {} if host is None else host
-        self.copied_bytes = self.host_bytes = self.host_allocations = 0
+        self.copied_bytes = self.host_bytes = 0
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
         result = func(*args, **(kwargs or {}))
-        if name == "to":
-            key, there = args[0].untyped_storage()._cdata, args[1] == "cpu"
-            if there != (key in self.host):
-                self.copied_bytes += args[0].nbytes
-                self._made(result.nbytes if there else 0)
-                self.host.pop(key, None)
-                if there:
-                    self.host[result.untyped_storage()._cdata] = result
-        elif name in ("copy_", "cpu", "pin_memory", "clone"):  # clone: how platform cpu pins
+        if name in ("copy_", "cpu", "to", "clone"):
             self.copied_bytes += args[0].nbytes
-            self._made(result.nbytes if name != "copy_" else 0)
-        elif name == "empty":
-            self._made(result.nbytes)
+        if name in ("empty", "cpu", "to", "clone"):
+            self.host_bytes += result.nbytes
         return result
-
-    def _made(self, size_bytes):
-        self.host_bytes += size_bytes
-        self.host_allocations += size_bytes > 0
 
 
 def chunk(experts=True, dtype=FP32, distributed=True):

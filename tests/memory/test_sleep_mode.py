@@ -9,15 +9,7 @@ import torch
 from tests.runs import composed
 from verl_patches.emulation.npu.npu_module import npu
 from verl_patches.errors import RecipeError
-from verl_patches.memory.sleep_mode import (
-    TAGS,
-    CumemSleepMode,
-    ResizeSleepMode,
-    freeable_weights,
-    require_freed_memory,
-    segments_within,
-    skip_copies,
-)
+from verl_patches.memory.sleep_mode import SleepMode, freeable_weights, require_freed_memory
 from verl_patches.patching import engine as patches
 from verl_patches.patching.row import make_subclass
 from verl_patches.worker import context as contexts
@@ -66,7 +58,7 @@ def storage_bytes(*tensors):
 
 def test_each_storage_is_freed_once_and_allocated_again_unless_a_buffer_shares_it():
     llm, model, caches = engine()
-    mode, weights = ResizeSleepMode(llm), freeable_weights(model).values()
+    mode, weights = SleepMode(llm), freeable_weights(model).values()
     full, cache = storage_bytes(*weights), (caches[0], *caches[1])
     assert full == 4 * (8 * 4 + 6 * 4 + 6 * 4 + 2 * 5)
     assert {id(t) for t in model.parameters()} - {id(t) for t in weights} == {id(model.shared)}
@@ -87,7 +79,7 @@ def test_each_storage_is_freed_once_and_allocated_again_unless_a_buffer_shares_i
 
 def test_weights_stay_until_a_sync_replaces_them():
     llm, model, _ = engine()
-    mode = ResizeSleepMode(llm)
+    mode = SleepMode(llm)
     for last in (False, True):
         if last:
             mode.mark_weights_written(last=True)
@@ -96,7 +88,7 @@ def test_weights_stay_until_a_sync_replaces_them():
         mode.wake_up()
         mode.check_ready()
     mode.mark_weights_written(last=False)
-    for each in (mode, ResizeSleepMode(llm, loaded=False)):  # load_format=dummy
+    for each in (mode, SleepMode(llm, loaded=False)):  # load_format=dummy
         each.sleep()
         assert storage_bytes(*freeable_weights(model).values()) == 0
         each.wake_up()
@@ -108,7 +100,7 @@ def test_weights_stay_until_a_sync_replaces_them():
 
 def test_a_cache_in_use_is_not_freed_and_the_prefix_cache_is_reset_once():
     llm, _, caches = engine()
-    mode, core, resets = ResizeSleepMode(llm), llm.llm_engine, []
+    mode, core, resets = SleepMode(llm), llm.llm_engine, []
     core.get_num_unfinished_requests = lambda: 2
     with pytest.raises(RecipeError, match=r"sleep\(\) with 2 unfinished requests"):
         mode.sleep()
@@ -130,14 +122,14 @@ def test_a_cache_in_use_is_not_freed_and_the_prefix_cache_is_reset_once():
 
 def test_another_storage_or_no_cache_is_refused_by_name():
     llm, model, caches = engine()
-    mode = ResizeSleepMode(llm, loaded=False)
+    mode = SleepMode(llm, loaded=False)
     mode.sleep()
     model.down.data = torch.ones(5)
-    with pytest.raises(RecipeError, match="up: expected its original storage of .* found another one"):
+    with pytest.raises(RecipeError, match="up: expected its original storage, of .* found another one"):
         mode.wake_up()
     caches.clear()
     with pytest.raises(RecipeError, match="KV cache .* found none"):
-        ResizeSleepMode(llm).sleep()
+        SleepMode(llm).sleep()
 
 
 class LLM:
@@ -195,18 +187,16 @@ def test_weights_that_no_sync_proves_to_write_are_not_freed(rows, load_format, s
 
 
 @pytest.mark.parametrize(("arguments", "passed", "kind"), [
-    ({"enable_sleep_mode": True, "enforce_eager": True}, False, ResizeSleepMode),
-    ({"enable_sleep_mode": True, "enforce_eager": False}, True, CumemSleepMode),  # graphs have captured addresses
-    ({"enable_sleep_mode": True, "additional_config": {"vllm_sleep_mode": False}}, False, ResizeSleepMode),
+    ({"enable_sleep_mode": True}, False, SleepMode),
     ({"enforce_eager": True}, None, type(None)),  # sleep mode is off
 ])  # fmt: skip
-def test_an_engine_that_sleeps_has_our_sleep_mode_and_an_eager_one_not_vllms(arguments, passed, kind, build):
+def test_an_engine_that_sleeps_has_our_sleep_mode_and_not_vllms(arguments, passed, kind, build):
     """Test rows memory.sleep_mode and rollout.engine."""
     llm = build(("memory.sleep_mode",), **arguments)
     mode = llm.sleep_mode
     assert llm.seen.get("enable_sleep_mode") is passed and isinstance(mode, kind)
-    assert llm.llm_engine.add_request(1) == 2 and not llm.seen.get("additional_config")
-    assert weights_move.value == (kind is ResizeSleepMode)
+    assert llm.llm_engine.add_request(1) == 2
+    assert weights_move.value == (kind is SleepMode)
     if mode:
         assert llm.llm_engine.sleep == mode.sleep and llm.llm_engine.wake_up == mode.wake_up
         mode._asleep = {"kv_cache": {}}
@@ -222,7 +212,7 @@ def test_with_the_row_off_vllms_own_sleep_mode_stays(build):
     assert llm.sleep_mode is None and llm.calls == ["sleep", "vLLM's sleep"] and not llm.awake
 
 
-@pytest.mark.parametrize(("by_vllm", "todo"), [(True, "vllm_sleep_mode=false"), (False, "expandable_segments:True")])
+@pytest.mark.parametrize(("by_vllm", "todo"), [(True, "memory.sleep_mode"), (False, "expandable_segments:True")])
 def test_memory_that_sleep_frees_must_be_the_devices_again(monkeypatch, by_vllm, todo):
     """Return 60 bytes from torch's cache, which must not count for the KV cache, of 100 bytes."""
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
@@ -280,41 +270,3 @@ def test_what_is_awake_is_not_woken_and_every_call_begins_its_phase(build):
     calls = ", ".join(call for call in llm.calls if "vLLM" not in call)
     assert calls == "sleep, wake ['weights'], wake ['weights'], wake ['kv_cache'], generate"
     assert phases == ["look", "sleep", "reshard", "wake_kv", "rollout", "look"]
-
-
-def test_vllms_sleep_mode_is_called_where_that_has_an_effect_and_never_half_awake():
-    """Check this because vLLM's executor sleeps and wakes all tags: it would forget one of two, or all of a sleep."""
-    calls = []
-    engine = SimpleNamespace(sleep=lambda level: calls.append("sleep"), wake_up=calls.extend)
-    mode = CumemSleepMode(SimpleNamespace(llm_engine=engine))
-    mode.wake_up()
-    mode.sleep()
-    mode.sleep()
-    mode.wake_up(["weights"])
-    mode.wake_up(list(TAGS))
-    mode.sleep()
-    mode.wake_up(["weights"])
-    mode.sleep()
-    assert calls == ["sleep", *TAGS, "sleep", *TAGS, "sleep"]
-
-
-def test_a_segment_is_dropped_where_all_its_blocks_in_use_are_weights():
-    """Check without vllm-ascend's allocator, which tests/rollout/test_ascend.py has."""
-    lives, waits, free = "active_allocated", "active_pending_free", "inactive"
-    blocks = [
-        {0: lives, 8: lives, 16: free},
-        {32: lives, 40: lives},  # an expert map is at 40
-        {64: lives, 72: waits},  # the block at 72 waits for a stream
-        {96: free},
-    ]
-    states = [[{"address": at, "state": state} for at, state in each.items()] for each in blocks]
-    snapshot = [{"address": min(each), "blocks": state} for each, state in zip(blocks, states, strict=True)]
-    assert segments_within(snapshot, {0, 8, 32, 64}) == {0, 96}
-
-
-def test_only_pieces_of_weights_are_dropped_and_only_during_a_sleep_that_may_fail():
-    pieces = {at: SimpleNamespace(tag=tag) for at, tag in ((0, "weights"), (32, "weights"), (96, "kv_cache"))}
-    with pytest.raises(ZeroDivisionError), skip_copies(pieces, {0, 96}):
-        assert [piece.tag in TAGS for piece in pieces.values()] == [False, True, True]
-        raise ZeroDivisionError
-    assert [piece.tag for piece in pieces.values()] == ["weights", "weights", "kv_cache"]

@@ -20,7 +20,6 @@ from verl_patches.model.mindspeed import model as mindspeed_model
 from verl_patches.platform.npu import attention
 from verl_patches.reshard.parameters import named_weights, split_weight1
 from verl_patches.worker.context import context
-from verl_patches.worker.step_guard import parameter_names
 
 RESPONSE = 16  # tokens
 
@@ -184,7 +183,7 @@ def worker_job(folder: Path, config, args) -> dict:
     calls = {"gradient_accumulation_fusion": len(linear), "unpadded_attention": unpadded}
     calls["gemm_gradient_accumulation_fusion"] = len(grouped) + len(overlapped)
     calls["recomputed"] = len(recomputed)
-    loads = {side: load and load.take() for side, load in worker.expert_loads.items()}
+    loads = worker.expert_load.take() if worker.expert_load else None
     found = {"log_probs": log_probs, "metrics": metrics, "load": loads, "calls": calls, "ids": tensors["input_ids"]}
     return {**found, "optimizer": type(worker.actor_optimizer).__name__}
 
@@ -195,43 +194,23 @@ def worker_job(folder: Path, config, args) -> dict:
 def update_job(folder: Path, config, bad_rank: int | None, args) -> dict:
     """Make two updates; with `bad_rank` a third, with NaN gradients of one parameter on that rank, and a fourth.
 
-    Returns metrics and weights of each, the `events` of the second ("sync" when a bucket's reduction starts, "grad
-    NAME" when backward reaches a parameter, "forward"), and Adam's groups.
+    Returns metrics and weights of each, and Adam's groups.
     """
     worker, tensors = start_worker(folder, config)
     chunk, optimizers = worker.actor_module[0], single_optimizers(worker.actor_optimizer)
-    events, found = [], {"metrics": [], "weights": [], "biases": [], "skipped": []}
-    _watch(chunk, events)
+    found = {"metrics": [], "weights": [], "biases": [], "skipped": []}
     tokens = _watch_biases()
     for number in range(2 if bad_rank is None else 4):
         hook = _spoil(chunk) if (number, bad_rank) == (2, args.rank) else None
-        events.clear()
         found["metrics"].append(run_update(worker, tensors)[1])
         found["skipped"].append(context().step_guards[-1].take_skips())
         found["weights"].append([param.detach().clone() for param in chunk.parameters()])
         found["biases"].append([bias.clone() for name, bias in chunk.named_buffers() if name.endswith("expert_bias")])
-        if number == 1:
-            found["events"] = list(events)
         if hook is not None:
             hook.remove()
     found["tokens"] = tokens
     groups = [group for one in optimizers for group in one.optimizer.param_groups]
     return {**found, "adam": [(*group["betas"], group["eps"]) for group in groups]}
-
-
-def _watch(chunk, events: list[str]) -> None:
-    def noting(original, event):
-        def call(*args, **kwargs):
-            events.append(event)
-            return original(*args, **kwargs)
-
-        return call
-
-    for bucket in (b for each in (*chunk.buffers, *chunk.expert_parallel_buffers) for b in each.buckets):
-        bucket.start_grad_sync = noting(bucket.start_grad_sync, "sync")
-    for param, name in parameter_names(chunk).items():
-        param.register_hook(lambda grad, name=name: events.append(f"grad {name}"))
-    chunk.register_forward_pre_hook(lambda *_: events.append("forward"))
 
 
 def _watch_biases() -> list:

@@ -35,6 +35,7 @@ _WORKER_ROWS = {
     "update.mini_batches",
     "update.sample_weights",
     "model.family_config",
+    "model.load_hf",
     "model.train_dtype",
     "model.optimizer_dtype",
 }

@@ -19,13 +19,9 @@ from tests.model.parity import next_token_loss
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout
+from verl_patches.layout.sharding import train_library
 from verl_patches.reshard.parameters import named_weights
-from verl_patches.reshard.train_tensors import (
-    library_from_chunks,
-    model_layout,
-    native_tensors,
-    train_tensors_from_native,
-)
+from verl_patches.reshard.train_tensors import model_layout, native_tensors, train_tensors_from_native
 
 LAYER_NAMES = {"qkv_layer_name": "self_attention.linear_qkv.", "gate_proj_layer_name": "linear_fc1.weight"}
 
@@ -77,7 +73,7 @@ def local_gradients(chunks, folder, line):
         {name: getattr(tensor, "main_grad", tensor) for name, tensor in weights.items()}
         for weights in native_tensors(chunks)
     ]
-    views = train_tensors_from_native(native, inventory, layout, rank, library_from_chunks(chunks, line))
+    views = train_tensors_from_native(native, inventory, layout, rank, train_library(line))
     return [(v.region, v.shape, v.tensor.clone()) for v in views.values() if not v.parameter.endswith("expert_bias")]
 
 

@@ -25,7 +25,6 @@ from verl_patches.recipe import recipe_keys
 from verl_patches.run.compose import compose
 
 ACTOR, OPTIM = "actor_rollout_ref.actor.megatron.", "actor_rollout_ref.actor.optim."
-REF = "actor_rollout_ref.ref.megatron."
 HF = json.loads(CONFIG_FILE.read_text())
 FULL = [f"++{key}={value}" for key, value in recompute_keys(0).items() if key != LAYERS_KEY]
 CP = [f"{ACTOR}context_parallel_size=2"]
@@ -47,7 +46,14 @@ def die256():
 def test_table_names_each_key_once_and_knows_every_recipe_key():
     keys = [row.key for row in TABLE]
     assert len(keys) == len(set(keys))
-    assert {key for key, _ in recipe_keys() if key.startswith("recipe.train.")} <= set(keys)
+    own = {
+        "skip_old_log_prob",
+        "importance_ratio",
+        "routing_replay",
+        "max_skipped_steps",
+    }  # the engine has none of them
+    train = {key for key, _ in recipe_keys() if key.startswith("recipe.train.")}
+    assert train - {f"recipe.train.{name}" for name in own} == {key for key in keys if key.startswith("recipe.train.")}
 
 
 def test_unknown_key_is_refused_not_dropped(die256):
@@ -88,7 +94,6 @@ def test_256_dies(name):
          "virtual_pipeline_model_parallel_size is 2"),
         ([*CP, "recipe.train.routing_replay=R2"], "the experts of its own part of a micro batch"),
         ([*CP, "data.max_response_length=9"], "must be a multiple of it"),
-        ([*CP, f"{REF}context_parallel_size=1"], "ref.megatron.context_parallel_size is 1: must equal"),
         ([f"{ACTOR}use_dist_checkpointing=true"], "stacked experts"),
         ([f"+{ACTOR}override_transformer_config.num_layers_in_first_pipeline_stage=1"], "recipe.train"),
         ([f"{ACTOR}tensor_model_parallel_size=2"], "splits each expert by TP: expected expert_tensor_parallel_size 2"),
@@ -101,9 +106,7 @@ def test_256_dies(name):
         (["recipe.train.swap_optimizer=true", f"{ACTOR}optimizer_offload=true", "recipe.dtype=bf16"],
          "on the host already"),
         (["recipe.train.swap_optimizer=true"], "does not support fp32 weights"),
-        (["recipe.train.ddp_bucket_size=9"], "all gradients are one bucket"),
         (["actor_rollout_ref.model.enable_gradient_checkpointing=true"], "must be full or selective"),
-        ([*FULL, f"{LAYERS_KEY}=auto"], "is auto: the memory plan must replace it"),
         (FULL, "must be a number of layers, one for each stage, or auto"),
         ([*FULL, f"{LAYERS_KEY}=[1,2]"], "has 2 numbers; expected one for each of 1 pipeline stages"),
         ([f"{OPTIM}total_training_steps=4", f"{OPTIM}lr_warmup_steps=4"], "warm-up"),

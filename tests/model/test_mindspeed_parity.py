@@ -125,7 +125,6 @@ PRODUCTION = (
 FP32_PRODUCTION = dict.fromkeys(PRODUCTION[:2], True)  # fp32 has no swap
 WGRAD = ("gradient_accumulation_fusion", "gemm_gradient_accumulation_fusion", "unpadded_attention")
 FUSED_KERNELS = ("rmsnorm", "swiglu", "rotary_pos_emb", "moe_token_permute_and_unpermute")
-EVERYTHING = {**FP32_PRODUCTION, "overlap_grad_reduce": True, "ddp_bucket_size": 4000}
 
 
 def recomputed(layers):
@@ -139,11 +138,10 @@ SAME_UPDATE_CASES = [
     *((layout, {key: True}, [], key) for layout in ("tp1", "tp2_extends_ep") for key in WGRAD),
     ("tp2_extends_ep", {"moe_alltoall_overlap_comm": True}, [], None),
     *(("tp2_extends_ep", FP32_PRODUCTION, recomputed(n), "gemm_gradient_accumulation_fusion") for n in (0, 4)),
-    # everything on, and each off alone
-    ("tp2_ep2", EVERYTHING, recomputed(2), "gemm_gradient_accumulation_fusion"),
-    ("tp2_ep2", EVERYTHING, [], "gemm_gradient_accumulation_fusion"),
-    *(("tp2_ep2", EVERYTHING | {key: False}, recomputed(2), None) for key in FP32_PRODUCTION),
-    ("tp2_ep2", FP32_PRODUCTION, recomputed(2), None),
+    # all on, and each off alone
+    ("tp2_ep2", FP32_PRODUCTION, recomputed(2), "gemm_gradient_accumulation_fusion"),
+    ("tp2_ep2", FP32_PRODUCTION, [], "gemm_gradient_accumulation_fusion"),
+    *(("tp2_ep2", FP32_PRODUCTION | {key: False}, recomputed(2), None) for key in FP32_PRODUCTION),
 ]
 
 
@@ -191,7 +189,7 @@ def test_balanced_routing_is_not_the_models(run_a3, one_rank):
     assert abs(_grad_norms(found)[0] - _grad_norms(one_rank)[0]) > 0.1
     even = dict.fromkeys(("max_over_mean", "mean_over_layers", "ranks_over_mean"), 1.0)
     assert found["load"]["train"] == {**even, "layers": 3}
-    assert one_rank["load"] == {}
+    assert one_rank["load"] is None
 
 
 @pytest.mark.parametrize("layout", ["pp2_uneven", "tp2_extends_ep"])

@@ -19,7 +19,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.model_folder import tokenizer_code
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.run.files import folder_checks, reward_folder_checks, with_required_files
-from verl_patches.step.objectives.dataset import SftData
+from verl_patches.step.objectives.dataset import FixedDataset
 from verl_patches.step.rows import check_rl_rows
 from verl_patches.tools.data.sources import read_tokenizer
 from verl_patches.worker.remote_code import load_if_trusted
@@ -209,7 +209,8 @@ def test_sft_data_is_built_and_trained_as_the_template_writes_it(folder, tmp_pat
     assert code == 0 and report["bad"]["rows"] == 0
     tokenizer, config = read_tokenizer(folder, True), {"max_prompt_length": 512, "max_response_length": 128}
     config |= {"truncation": "error", "cache_dir": str(tmp_path)}
-    data = SftData(str(tmp_path / "out" / "train.parquet"), tokenizer, OmegaConf.create(config))
+    whole = OmegaConf.create({"data": config, "recipe": {"objective": {"name": "sft"}}})
+    data = FixedDataset(str(tmp_path / "out" / "train.parquet"), tokenizer, whole.data)
     found = [(row["raw_prompt_ids"], row["tools_kwargs"]["responses"][0]) for row in (data[n] for n in range(3))]
     for (prompt, response), row in zip(found, rows, strict=True):
         whole = tokenizer.apply_chat_template(row["messages"], tools=row["tools"])

@@ -134,13 +134,6 @@ def test_another_layout_goes_on_from_the_checkpoint(found, folder):
     assert found[wrote][0]["norm"] != pytest.approx(found[wrote][0]["norms"][0], rel=1e-3)
 
 
-def test_a_reference_copies_all_but_its_head_from_the_critic_and_reads_that(found):
-    for name in ("ep2", "pp2", "tp2ep2", "moved"):
-        for rank in found[name] if "moved" in found else ():  # moved: the critic is on the host meanwhile
-            same, read_bytes, head_bytes = rank["copied"]
-            assert same and read_bytes == head_bytes, (name, rank["copied"])
-
-
 def test_a_folder_of_a_value_model_gives_its_head_and_no_causal_lm(tiny_model, tmp_path):
     score = as_value_model(tiny_model, folder := tmp_path / "model", 0)
     source = open_source(folder)

@@ -13,19 +13,17 @@ from megatron.core.utils import get_model_config
 from omegaconf import DictConfig, OmegaConf
 from verl import DataProto
 
-from tests.model.megatron_model import build_model, start_parallel
+from tests.model.megatron_model import start_parallel
 from tests.model.parity import RESPONSE_START, SAMPLES
 from tests.runs import composed, worker_section
 from verl_patches.layout.inventory import read_model_shape
 from verl_patches.memory.schedule import schedule_for_run
-from verl_patches.reshard.parameters import named_weights
 from verl_patches.rewards.parts import reward_parts
 from verl_patches.spec import run_from_config
 from verl_patches.weights.manifest import Manifest, rank_file_names
 from verl_patches.weights.writer import complete_folder
 from verl_patches.worker.checkpoint import WorkerCheckpoint
 from verl_patches.worker.context import context
-from verl_patches.worker.models import copy_source, load_model
 
 
 def start_critic(section: DictConfig):
@@ -36,7 +34,7 @@ def start_critic(section: DictConfig):
     here.schedule, here.unmoved_groups = schedule_for_run(
         run_from_config(section), section, unified_memory=True
     )  # as the actor's worker
-    here.scheduler = here.ledger = copy_source.value = None
+    here.scheduler = here.ledger = None
     names = ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_epochs", "shuffle", "megatron", "load_weight")
     names += ("data_loader_seed", "loss_agg_mode", "optim", "checkpoint")
     own = OmegaConf.to_container(section)
@@ -132,8 +130,6 @@ def answers(section: DictConfig, folder: Path, spoilt: str = "") -> dict:
         for chunk in worker.critic_module:
             chunk.module.output_layer.score.bias.sequence_parallel = False
     found = {"drawn": [], "lr": worker.critic_optimizer.param_groups[0]["lr"]}
-    if not spoilt and run_from_config(section).line == "pypi":
-        found["copied"] = copied_from_the_critic(folder / "model")
     if not section.actor.megatron.param_offload:  # with offload nothing is on the device between the phases
         found["drawn"] = [t.clone() for t in score_head(worker)]
         set_head(worker, torch.load(folder / "word.pt"))
@@ -163,16 +159,6 @@ def answers(section: DictConfig, folder: Path, spoilt: str = "") -> dict:
     if found["last_stage"]:
         found["loss"] = metrics["critic/vf_loss"]
     return found
-
-
-def copied_from_the_critic(model: Path) -> tuple[bool, int, int]:
-    """Return (whether a reference model has the folder's weights, bytes that it read, bytes of its head)."""
-    chunks, read = build_model(model, load=False)[0], build_model(model)[0]
-    read_bytes = load_model(str(model), chunks, "pypi", 60.0)
-    weights = [[dict(named_weights(chunk)) for chunk in each] for each in (chunks, read)]
-    same = all(t.equal(other[n]) for one, other in zip(*weights, strict=True) for n, t in one.items())
-    heads = [t for one in weights[0] for n, t in one.items() if n.endswith("output_layer.weight")]
-    return same, read_bytes, sum(head.numel() * 2 for head in heads)  # stored in bf16
 
 
 def save(worker, checkpoint: Path, section: DictConfig) -> None:

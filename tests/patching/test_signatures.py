@@ -58,7 +58,6 @@ def test_a_wrapper_is_seen_as_it_is_and_upstreams_own_under_that_of_another_libr
         ("up.base:Thing", "subclass", "ours:Narrow", "m refuses a call that the target accepts: missing"),
         ("up.base:Thing", "subclass", "ours:OurThing", ""),
         ("up.base:Thing.cl", "wrap", "ours:louder", ""),
-        ("up.base:Thing.prop", "wrap", "ours:louder", ""),
     ],
 )
 def test_a_row_whose_provider_does_not_fit_is_unsupported(play, target, kind, provider, fault):

@@ -15,18 +15,12 @@ B, C = row("a.b"), row("a.c")
 FAULTY = (
     # a row by itself
     ([B, B], "is used 2 times"),
-    ([row("A b")], "id: expected"),
     ([row("a.b", kind="steal")], "'steal'"),
     ([row("a.b", target="a b:c")], "'a b:c'"),
     ([row("a.b", target="a.b")], "expected stub for a target"),
-    ([row("a.b", platforms=frozenset({"tpu"}))], "platforms is"),
-    ([replace(B, why="")], "why and exit"),
-    ([row("a.b", bindings=("up.user:f@a4",))], "'a4'"),
-    ([row("a.b", bindings=("up.user:f@a3",), lines=PYPI_ONLY)], "line 'a3'"),
     # needs
     ([replace(FEATURE, needs=())], "must list the subclass row"),
     ([row("a.b", needs=("x.y",))], "needs lists 'x.y'"),
-    ([row("a.b", needs=("a.b",))], "cycle: a.b -> a.b"),
     ([row("a.b", needs=("a.d",)), row("a.c", needs=("a.b",)), row("a.d", needs=("a.c",))], "a.b -> a.d -> a.c -> a.b"),
     ([B, row("a.c", "m", kind="stub", provider="o", needs=("a.b",))], "empty bindings and needs"),
     # rows on one place, whose order is not known
@@ -35,7 +29,6 @@ FAULTY = (
     ([B, row("a.c", needs=("a.b",), bindings=("m:c",))], "the same bindings"),
     ([row("a.b", bindings=("m:c",)), row("a.c", "m:c")], "its binding m:c is the target of row 'a.c'"),
     ([row("a.b", "m:C"), row("a.c", "m:C.m")], "on m:C.m, inside m:C of row 'a.b'"),
-    ([row("a.c", "m:C.D.m"), row("a.b", "m:C", kind="replace", needs=("a.c",))], "on m:C.D.m, inside m:C"),
     ([row("a.b", "m:C"), row("a.c", "m:C.TABLE", kind="register")], "on m:C.TABLE, inside"),
 )
 VALID = (
@@ -85,7 +78,7 @@ def test_switch_text_round_trip_and_errors():
         text = f"line=pypi,platform=cpu,{drift}-reshard.*,+a.b"
         assert parse_switches(text).text() == text
     assert parse_switches("drift=strict") == Switches() == parse_switches("")
-    for bad in ("platform=tpu", "nonsense", "+", "line=pypi,line=a3", "line=a3,line=a3", "drift=ignore"):
+    for bad in ("platform=tpu", "nonsense", "+", "drift=ignore"):
         with pytest.raises(ConfigError, match="VERL_PATCHES"):
             parse_switches(bad)
     for pattern in ("-a.bce", "-*.CD"):  # like an id, and a part of it

@@ -85,6 +85,12 @@ def write(folder, package, **files):
         (folder / package / f"{name}.py").write_text(textwrap.dedent(text))
 
 
+def forget_files():
+    """Let fingerprints read all files anew."""
+    for cached in (fingerprint.file_hash, fingerprint._parse_file, fingerprint._binding_paths):
+        cached.cache_clear()
+
+
 class _RecordHandler(logging.Handler):
     def emit(self, record):
         warned.append(record.getMessage())

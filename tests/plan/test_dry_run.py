@@ -44,8 +44,6 @@ def test_layouts_patches_environment_and_commands(plans, name):
     assert sizes == {"tp": (64, 4), "dp": (32, 8), "pp": (32, 8), "ep": (8, 32)}
     instances = {"random_init": 1, "true_weight": 2}[name]
     assert (rollout["instances"], rollout["dp_per_instance"]) == (instances, 128 // instances)
-    assert [entry["rank"] for entry in train["ranks"]] == list(range(256)) == [e["rank"] for e in rollout["ranks"]]
-    assert rollout["ranks"][255]["experts"] == [256 - instances, 255]
 
     on = {row["id"] for row in plan["patches"] if row["on"]}
     stand_ins = {"platform.flash_attn", "platform.flash_attn_bert_padding"}  # rows that only NPUs have

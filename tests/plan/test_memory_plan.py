@@ -1,4 +1,4 @@
-"""Test the plan's memory section: both orders of the 256-die runs against a die, and the tiny run's bytes."""
+"""Test the plan's memory section: the 256-die runs against a die, and the tiny run's bytes."""
 
 import re
 from dataclasses import replace
@@ -10,7 +10,6 @@ from omegaconf import OmegaConf
 from tests.conftest import ROOT
 from tests.runs import composed
 from verl_patches.catalog import platform_rows
-from verl_patches.cli.output import memory_rows
 from verl_patches.errors import ConfigError
 from verl_patches.plan import activations
 from verl_patches.plan import memory_plan as memory_plan_module
@@ -38,7 +37,6 @@ pytestmark = pytest.mark.slow
 A3_SEEN_BYTES = HARDWARE["a3"].seen_bytes
 BIG, TINY = "deepseekv3_256die_random_init", "deepseekv3_tiny_cpu"
 DIRECT_ROWS = ("reshard.direct", "memory.order")
-VLLM_SLEEP_MODE = "recipe.rollout.ascend.vllm_sleep_mode=true"
 ACTOR = "actor_rollout_ref.actor."
 
 
@@ -69,44 +67,35 @@ def planned(run):
 
 
 def test_the_256_die_run_fits_in_the_order_that_it_follows_and_not_in_verls():
-    found = plan(BIG)
-    peaks = {schedule["order"]: schedule["peak_bytes"] for schedule in found["orders"]}
-    assert list(peaks) == ["ours", "verl 54c9b736", "ours, with vLLM's sleep mode"]
-    assert found["followed"] == "ours, with vLLM's sleep mode" and found["modelled"] and found["swapped"]
-    assert peaks["ours"] == peaks[found["followed"]] <= found["hbm_bytes"] == A3_SEEN_BYTES < peaks["verl 54c9b736"]
-    _, columns, rows = memory_rows(found)
-    assert columns[1:4] == ("ours,\nwith vLLM's sleep mode", "ours", "verl 54c9b736")
-    wake = next(row for row in rows if row[0] == "wake_kv")
-    assert len(wake) == len(columns) and wake[1] == "53.0 GB" and wake[3] == "73.3 GB TOO MUCH"
+    ours, verls = plan(BIG), plan(BIG, rows=())
+    assert ours["order"] == "ours, with vLLM's sleep mode" and ours["modelled"] and ours["swapped"]
+    assert ours["peak_bytes"] <= ours["hbm_bytes"] == A3_SEEN_BYTES < verls["peak_bytes"]
 
 
 def test_the_order_and_its_buffers_depend_on_the_rows_that_are_on():
-    assert plan(BIG, rows=())["followed"] == "verl 54c9b736"
-    gathered, direct = (
-        plan(BIG, rows=rows)["orders"][2]["phases"][0]["bytes"] for rows in (("memory.order",), DIRECT_ROWS)
-    )
+    assert plan(BIG, rows=())["order"] == "verl 54c9b736"
+    gathered, direct = (plan(BIG, rows=rows)["phases"][0]["bytes"] for rows in (("memory.order",), DIRECT_ROWS))
     assert gathered["reshard_buffers"] != direct["reshard_buffers"]
-    own = plan(BIG, rows=(*DIRECT_ROWS, "memory.sleep_mode"))
-    assert own["followed"] == "ours" and len(own["orders"]) == 2
+    assert plan(BIG, rows=(*DIRECT_ROWS, "memory.sleep_mode"))["order"] == "ours"
 
 
 def test_a_die_has_one_reward_model_at_a_time_and_a_node_a_host_copy_of_each():
     entries = "{name: reward_model, path: a},{name: reward_model, path: b}"
     one, two = (plan(BIG, f"recipe.rewards=[{text}]") for text in (entries[: len(entries) // 2], entries))
     for found in (one, two):
-        assert all(order["order"].endswith("with reward models") for order in found["orders"])
-    (one_phases, two_phases) = (found["orders"][0]["phases"] for found in (one, two))
+        assert found["order"].endswith("with reward models")
+    (one_phases, two_phases) = (found["phases"] for found in (one, two))
     assert one_phases == two_phases
     (scoring,) = (phase["bytes"] for phase in one_phases if phase["phase"] == "rm_scores")
     assert scoring["reward_params"] > 0 < scoring["working_activations"]
     host = [found["host"]["bytes"]["reward_params"] for found in (one, two)]
-    loaded = [found["orders"][0]["to_device_bytes"]["max"] for found in (one, two)]
+    loaded = [found["to_device_bytes"]["max"] for found in (one, two)]
     assert host[1] == 2 * host[0] > 0 and loaded[1] - loaded[0] == scoring["reward_params"]
 
 
 def group_size(group, *overrides, **options):
     """Return {phase: bytes of a memory group} in our order."""
-    return {p["phase"]: p["bytes"].get(group) for p in plan(BIG, *overrides, **options)["orders"][0]["phases"]}
+    return {p["phase"]: p["bytes"].get(group) for p in plan(BIG, *overrides, **options)["phases"]}
 
 
 @pytest.mark.parametrize(
@@ -137,9 +126,7 @@ def test_most_bytes_of_the_tensor_cache():
 
 def test_a_cpu_has_no_die_to_compare_with():
     planned = plan(TINY)
-    assert planned["hbm_bytes"] is None and planned["followed"] == "ours, with vLLM's sleep mode"
-    _, _, rows = memory_rows(planned)
-    assert " MB" in rows[0][1] and not any("TOO MUCH" in cell for row in rows for cell in row)
+    assert planned["hbm_bytes"] is None and planned["order"] == "ours, with vLLM's sleep mode"
 
 
 def test_the_host_memory_of_the_runbook_and_the_presets_is_the_plans():
@@ -166,7 +153,7 @@ def test_what_is_beside_the_memory_groups():
 
     Training has 6 groups, 2 of them large, the rollout 6 with 3 large ones, each with two buffers of 300 or 64 MiB."""
     planned = plan(BIG, f"{LAYERS_KEY}=8", rows=None, skip=True)
-    phases = {phase["phase"]: phase["bytes"] for phase in planned["orders"][0]["phases"]}
+    phases = {phase["phase"]: phase["bytes"] for phase in planned["phases"]}
     rollout, update = phases["rollout"], phases["update"]
     for phase in (rollout, update):
         assert phase["hccl_buffers"] == 2 * (5 * 300 + 7 * 64) << 20 and phase["cann_context"] == 1 << 30
@@ -195,7 +182,7 @@ def kv_cache(name, *overrides):
 
 def test_the_kv_cache_is_what_vllm_ascends_worker_leaves_it():
     """Compute determine_available_memory by hand: the share less weights, HCCL, CANN, and a batch of 1024 tokens."""
-    phases = {each["phase"]: each["bytes"] for each in planned(make_run(BIG, skip=True))["orders"][0]["phases"]}
+    phases = {each["phase"]: each["bytes"] for each in planned(make_run(BIG, skip=True))["phases"]}
     rollout, update = phases["rollout"], phases["update"]
     rows, (hidden, inner) = 512 * 8, (7168, 2048)  # of a TP rank: half of the tokens, each at 8 experts
     assert 2 * rows * (2 * hidden + 3 * inner) < rollout["engine_activations"] < 2**30
@@ -204,7 +191,7 @@ def test_the_kv_cache_is_what_vllm_ascends_worker_leaves_it():
     # one graph, of 64 tokens: MC2 has room for 32 of each of 256 ranks at a rank's one expert; logits in bf16 and fp32
     graph = 2 * 256 * 32 * (2 * hidden + 3 * inner) + 6 * 64 * 129280 // 2
     assert rollout["graphs"] == update["graphs"] == graph
-    eager = planned(composed("moonlight_8die"))["orders"][0]["phases"]
+    eager = planned(composed("moonlight_8die"))["phases"]
     assert all("graphs" not in each["bytes"] for each in eager)  # control: without graphs
 
 

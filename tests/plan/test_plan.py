@@ -10,10 +10,9 @@ from typer.testing import CliRunner
 from tests.runs import composed
 from verl_patches.__main__ import app
 from verl_patches.catalog import ROWS
-from verl_patches.plan.calibration import CONSTANTS
 from verl_patches.plan.memory_plan import LAYERS_KEY, MARGIN_BYTES
 from verl_patches.plan.plan import build_plan
-from verl_patches.plan.step_plan import ENGINE_RATIO, Workload
+from verl_patches.plan.step_plan import Workload
 from verl_patches.rules import RULES
 from verl_patches.run.resolve import CONFIGS_DIR
 
@@ -39,7 +38,7 @@ def test_presets_pass_the_plan(name):
     dies, layers = PRESETS[name]
     plan = make_plan(name)
     assert plan["ok"], [check for check in plan["checks"] if not check["ok"]]
-    assert len(plan["train"]["ranks"]) == dies and sum(map(len, plan["train"]["layers"])) == layers
+    assert f"@{dies}" in plan["train"]["layout"] and sum(map(len, plan["train"]["layers"])) == layers
     assert all("LESS THAN" not in check["detail"] for check in plan["checks"])  # 5 GB are left
     if plan["step"] is None:  # A2 has no seconds
         assert composed(name).recipe.hardware == "800t_a2"
@@ -65,8 +64,7 @@ def test_context_parallelism_halves_the_tokens_of_a_rank():
     for cp in (1, 2):
         key = "actor_rollout_ref.actor.megatron.context_parallel_size"
         plan = make_plan("deepseekv3_256die_16k", f"{key}={cp}", f"{LAYERS_KEY}=8")
-        (order,) = (order for order in plan["memory"]["orders"] if order["order"] == plan["memory"]["followed"])
-        (update,) = (phase["bytes"] for phase in order["phases"] if phase["phase"] == "update")
+        (update,) = (phase["bytes"] for phase in plan["memory"]["phases"] if phase["phase"] == "update")
         found.append(update["kept_activations"] + update["working_activations"])
     assert found[0] == pytest.approx(2 * found[1], rel=0.01)
 
@@ -83,22 +81,21 @@ def test_other_levels_pass_the_plan_too(name, level):
 def test_a_plan_has_traffic_and_ports():
     plan = make_plan(BIG)
     sync = plan["traffic"]["weight_sync"]
-    assert sync["received_mean_bytes"] == pytest.approx(24.95e9, rel=1e-3)  # as `reshard-plan`
     assert sync["sent_bytes"] == pytest.approx(32.87e9, rel=2e-3) and 60 <= sync["collectives"] <= 64
     assert plan["ports"]["all"] == [61000, 61143]
-    sent, columns = plan["traffic"]["dispatch_bytes"], plan["traffic"]["dispatch_columns"]
-    assert sent == {stage: sum(columns[stage].values()) for stage in ("generate", "place", "update")}
+    sent = plan["traffic"]["dispatch_bytes"]
+    assert sent.keys() == {"generate", "place", "update"}
     assert sum(sent.values()) == pytest.approx(512 * 16 * 3072 * 3, rel=0.01)  # responses of full length
     assert sum(make_plan(TRUE_WEIGHT)["traffic"]["dispatch_bytes"].values()) < 0.03e9  # 995 tokens in the mean
     whole = make_plan(BIG, "recipe.tensor_cache.enabled=false")["traffic"]
-    assert set(whole["dispatch_bytes"]) == {"ref", "update"} and whole["dispatch_columns"] == {}
+    assert set(whole["dispatch_bytes"]) == {"ref", "update"}
 
 
 def test_the_settings_of_the_published_run_give_its_rows_through_a_config():
     """Check level reference with the published recomputation and offload, for which the recipe has its own code."""
-    switches = "-reshard.*,-memory.order,-memory.ledger"
+    switches = "-reshard.*,-memory.order,-memory.ledger,-memory.sleep_mode"
     share = "actor_rollout_ref.rollout.gpu_memory_utilization=0.9"  # whose KV cache holds all 64 sequences of a replica
-    published = ("recipe.rollout.ascend.vllm_sleep_mode=true", f"{LAYERS_KEY}=4", share)
+    published = (f"{LAYERS_KEY}=4", share)
     step = make_plan(BIG, *published, f"recipe.patches=[{switches}]")["step"]
     seconds = {phase["phase"]: phase["seconds"] for phase in step["phases"]}
     quoted = {"rollout": 318.27, "ref": 104.7, "update": 328.8, "reshard": 11.18, "offload": 24.45}
@@ -113,19 +110,13 @@ LONGER_RESPONSES = Workload(response_tokens=1650.0)  # 1588 tokens in the mean a
 
 
 @pytest.mark.parametrize(("name", "workload"), [(BIG, Workload()), (TRUE_WEIGHT, LONGER_RESPONSES)])
-def test_a_256_die_step_has_no_assumed_gain_and_each_phase_leaves_the_margin(name, workload):
-    """Check the controls: rows that are assumed to gain leave the total as it is; more recomputed layers raise it."""
+def test_each_phase_of_a_256_die_step_leaves_the_margin_and_more_recomputed_layers_take_longer(name, workload):
     plan = make_plan(name, "level=tuned", workload=workload)
     step, memory = plan["step"], plan["memory"]
     assert step["total_s"] == pytest.approx(sum(phase["seconds"] for phase in step["phases"]), abs=0.02)
-    saved = step["assumed_gains"][0]["saves_s"]
-    assert saved == pytest.approx((1 - ENGINE_RATIO) * CONSTANTS.engine_step_s * 3072, rel=0.01)
-    (followed,) = (order for order in memory["orders"] if order["order"] == memory["followed"])
-    assert {phase["phase"] for phase in followed["phases"]} >= {"reshard", "rollout", "ref", "update"}
-    for phase in followed["phases"]:
+    assert {phase["phase"] for phase in memory["phases"]} >= {"reshard", "rollout", "ref", "update"}
+    for phase in memory["phases"]:
         assert phase["peak_bytes"] == sum(phase["bytes"].values()) <= memory["hbm_bytes"] - MARGIN_BYTES
-    without = make_plan(name, "level=tuned", "recipe.patches=[-rollout.steps_alike]", workload=workload)["step"]
-    assert without["total_s"] == step["total_s"] and len(without["assumed_gains"]) == 1
     assert make_plan(name, "level=tuned", f"{LAYERS_KEY}=8", workload=workload)["step"]["total_s"] > step["total_s"]
 
 

@@ -251,19 +251,6 @@ def test_a_rollout_is_as_long_as_its_steps_with_drawn_lengths():
     assert modelled - prefill == pytest.approx(seconds, rel=0.01)
 
 
-def test_rebalance_shortens_a_rollout_whose_responses_end_one_by_one_and_costs_its_exchanges_elsewhere():
-    rarely, never = (rollout_s(replace(TAIL_RUN, rebalance_every=every), CONSTANTS) for every in (32, None))
-    assert 0.9 * never < rarely < never
-    assert rollout_s(replace(TAIL_RUN, rebalance_every=1), CONSTANTS) > never  # an agreement before every step
-    for alone in (
-        replace(TAIL_RUN, lengths=Lengths(MEAN_PROMPT, 3072)),
-        replace(TAIL_RUN, rollout=rollout_layout(128, 1, 2)),
-    ):
-        assert rollout_s(replace(alone, rebalance_every=32), CONSTANTS) >= rollout_s(
-            alone, CONSTANTS
-        )  # nothing to gain
-
-
 # uneven experts, traffic
 
 

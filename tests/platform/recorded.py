@@ -94,18 +94,6 @@ NPU_SMI_BUSY = """\
 # an Atlas A3 node where the driver does not answer: MindCluster's documentation, FAQ "npu-smi info ... -8005"
 NPU_SMI_NO_DRIVER = "dcmi module initialize failed. ret is -8005\n"
 
-# `npu-smi info -t board -i 2`, first lines: Huawei 910B2C, driver 25.2.0 (a public test report, serial left out)
-BOARD = """\
-NPU ID                         : 2
-Product Name                   : IT21HMDB02-B2
-Model                          : NA
-Manufacturer                   : Huawei
-Software Version               : 25.2.0
-Firmware Version               : 7.7.0.6.236
-Compatibility                  : OK
-Board ID                       : 0x65
-"""
-
 # `npu-smi info -t hccs -i 0 -c 0`: first lines, from a parser's published test; "NOK" is what Huawei's notes on HCCS
 # name as its other value
 HCCS = """\

@@ -98,8 +98,12 @@ class World:
         executor = SimpleNamespace(driver_worker=SimpleNamespace(worker=runner))
         config = {"model_type": "deepseek_v3", **vars(replace(case.model, torch_dtype="float32"))}
         self.manager = make_subclass(Upstream, RecipeShardingManager)()
+        reshard = SimpleNamespace(bucket_bytes=case.bucket_bytes, verify=verify)
+        recipe = SimpleNamespace(reshard=reshard, weight_sync=SimpleNamespace(enabled=True))
+        layouts = {"train": case.train, "rollout": case.rollout, "rollout_library": case.rollout_library}
+        layouts["train_library"] = case.train_library
         vars(self.manager).update(
-            settings=weight_sync.Settings(case.train, case.rollout, "pypi", case.bucket_bytes, verify),
+            run_spec=SimpleNamespace(line="pypi", recipe=recipe, **layouts),
             actor_module=[torch.nn.Linear(1, 1, dtype=getattr(torch, case.model.torch_dtype))],
             model_config=SimpleNamespace(to_dict=lambda: config),
             inference_engine=SimpleNamespace(

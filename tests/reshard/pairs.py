@@ -40,7 +40,7 @@ def pairs(draw, worlds: Sequence[int]) -> Case:
         rollout = rollout_layout(*sizes)
         case = Case(model, train, rollout)
         libraries = [
-            draw(st.sampled_from(("megatron-local", "megatron-te", "mindspeed"))),
+            draw(st.sampled_from(("megatron-local", "mindspeed"))),
             draw(st.sampled_from(("vllm", "vllm-ascend"))),
         ]
         for layout, library in zip((train, rollout), libraries, strict=True):

@@ -160,21 +160,3 @@ def flip_one_bit(case: Case) -> list[str]:
     if rank.rank == 3:
         rank.live["model.norm.weight"].view(torch.int16)[5] ^= 1
     return rank.differences()
-
-
-def measure_peak_bytes(case: Case) -> tuple[int, int, int, int]:
-    """Return a sync's peak bytes by torch's allocator, by the report, held afterwards, and held with wires open."""
-    from torch.profiler import ProfilerActivity, profile
-
-    executor = Rank(case).build()
-    executor.run()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        report = executor.run()
-    now = peak = 0
-    for event in sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            peak = max(peak, now)
-    left = executor.buffer_bytes
-    executor._open_buffers()
-    return peak, report.peak_extra_bytes, left, executor.buffer_bytes

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from tests.reshard import spoilt
-from tests.reshard.cases import FIRST, PLAIN, TINY, sync_and_compare
+from tests.reshard.cases import FIRST, PLAIN, sync_and_compare
 from tests.reshard.pairs import pairs
 
 # not derandomized: every run sees other pairs; shrinking a failing case is not worth the time
@@ -39,7 +37,7 @@ def test_one_wrong_bit_would_be_seen(ranks4):
 def test_report_equals_the_plan(ranks4):
     plan, (reports, elements) = PLAIN.plan(), zip(*ranks4.run(sync_and_compare, PLAIN), strict=True)
     assert plan.bucket_count > 1
-    assert {report.collectives for report in reports} == {plan.bucket_count + 2}
+    assert {report.collectives for report in reports} == {plan.bucket_count}
     assert [report.local_bytes for report in reports] == plan.local_bytes
     assert [report.received_bytes for report in reports] == plan.lower_bound_bytes
     assert sum(report.sent_bytes for report in reports) == sum(plan.lower_bound_bytes)
@@ -82,17 +80,6 @@ def test_an_error_of_one_rank_stops_all_and_the_next_sync_is_well(ranks4, spoil,
     for first, second, allocated in ranks4.run(spoilt.fail_first_sync, PLAIN, spoil):
         assert expected in first
         assert (second, allocated) == ("fine", 0)
-
-
-@pytest.mark.slow
-def test_peak_is_what_the_allocator_sees_and_within_four_buckets(ranks4):
-    model = replace(TINY, hidden_size=256, vocab_size=2048)
-    case = replace(PLAIN, model=model, bucket_bytes=1 << 17, rollout_dtype="float32")
-    for allocated, reported, left, held in ranks4.run(spoilt.measure_peak_bytes, case):
-        assert 4096 < reported <= 4 * case.bucket_bytes
-        assert reported <= allocated <= reported + 4096  # flags, and torch's own small blocks
-        assert left == 0 < held <= reported
-    assert case.plan().bucket_count > 4
 
 
 @pytest.mark.parametrize("spoil", ["nothing", "transposed", "exchanged"])

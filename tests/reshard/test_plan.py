@@ -9,6 +9,7 @@ import functools
 import math
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -20,9 +21,10 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import DTYPE_BYTES, build_inventory
 from verl_patches.layout.parallel import parse_layout, rollout_layout
 from verl_patches.layout.sharding import local_parameters
+from verl_patches.reshard import plan as plan_module
 from verl_patches.reshard.blocks import Block
 from verl_patches.reshard.check import check_plan
-from verl_patches.reshard.plan import Topology, plan_reshard, route_blocks, schedule_pieces
+from verl_patches.reshard.plan import plan_reshard, route_blocks, schedule_pieces
 from verl_patches.reshard.region import Region, shard_region, wire_bytes
 
 MODELS = Path(__file__).resolve().parents[2] / "configs" / "model"
@@ -39,6 +41,11 @@ GB = 1e9
 def make_plan(train, rollout, inventory=TINY, train_library="megatron-local", rollout_library="vllm", **more):
     train, rollout = (parse_layout(x) if isinstance(x, str) else x for x in (train, rollout))
     return plan_reshard(inventory, train, rollout, train_library=train_library, rollout_library=rollout_library, **more)
+
+
+def topology(dies_per_card, dies_per_node):
+    """Return a context manager in which cards and nodes have so many dies."""
+    return mock.patch.multiple(plan_module, DIES_PER_CARD=dies_per_card, DIES_PER_NODE=dies_per_node)
 
 
 @functools.cache
@@ -152,8 +159,8 @@ def _needed(plan, rank):
 @given(case=pairs([2, 4, 6, 8, 12, 16, 16, 24]), dies=st.sampled_from([(2, 16), (1, 2), (2, 4)]))
 def test_any_pair_of_layouts_is_proven_and_minimal(case, dies):
     arguments = case.train, case.rollout, case.inventory, case.train_library, case.rollout_library
-    more = dict(bucket_bytes=case.bucket_bytes, topology=Topology(*dies))
-    plan = make_plan(*arguments, **more)
+    with topology(*dies):
+        plan, again = (make_plan(*arguments, bucket_bytes=case.bucket_bytes) for _ in range(2))
     check_plan(plan)
     for rank in range(plan.world_size):
         needed, lower_bound = _needed(plan, rank), plan.lower_bound_bytes[rank]
@@ -165,7 +172,7 @@ def test_any_pair_of_layouts_is_proven_and_minimal(case, dies):
             regions = [region for _, regions in segments for region in regions]
             assert size[rank] == sum(wire_bytes(plan.inventory.by_name[r.name], r) for r in regions)
             assert all(peer != rank for peer, _ in segments)
-    assert make_plan(*arguments, **more).digest() == plan.digest()
+    assert again.digest() == plan.digest()
 
 
 def test_pieces_are_few():
@@ -185,9 +192,11 @@ def _near_share(plan, dies_per_node):
 def test_nearer_ranks_send_first():
     """Let every node of 4 hold everything: little crosses nodes, unless the topology has no near ranks."""
     train, rollout = "tp4 ep1 etp4 @16", rollout_layout(8, 1, 2)
-    assert _near_share(make_plan(train, rollout, topology=Topology(2, 4)), 4) > 0.95
-    assert _near_share(make_plan(train, rollout, topology=Topology(1, 1)), 4) < 0.5
-    assert _near_share(make_plan("tp2 @16", rollout_layout(16, 1, 1), topology=Topology(2, 16)), 2) > 0.95
+    with topology(2, 4):
+        assert _near_share(make_plan(train, rollout), 4) > 0.95
+    with topology(1, 1):
+        assert _near_share(make_plan(train, rollout), 4) < 0.5
+    assert _near_share(make_plan("tp2 @16", rollout_layout(16, 1, 1)), 2) > 0.95
 
 
 def _block(rows, holders=(0,), receivers=(1,)):
@@ -204,7 +213,8 @@ def _block(rows, holders=(0,), receivers=(1,)):
 def test_holders_send_equally_much(blocks, dies, sent):
     """Use four ranks of one stage, `dies` on a card and node, and blocks of (rows, holders, receivers)."""
     blocks = [_block(*arguments) for arguments in blocks]
-    routes = route_blocks(blocks, [0] * 4, Topology(dies, dies))
+    with topology(dies, dies):
+        routes = route_blocks(blocks, [0] * 4)
     assert [sum(blocks[i].wire_bytes for numbers in to.values() for i in numbers) // 16 for to in routes] == sent
 
 

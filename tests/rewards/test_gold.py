@@ -38,21 +38,7 @@ def test_what_no_model_writes_is_refused(gold, words):
     assert words in fault("maths", "any", BOXED, gold) and "data build" in fault("by_source", "any", BOXED, gold)
 
 
-@pytest.mark.parametrize(
-    "gold",
-    [
-        "34",
-        34,
-        2.5,
-        "\\frac{1}{2}",
-        "\\boxed{\\{1, 2\\}}",
-        "[1, 2]",
-        "x < y",
-        "\\begin{pmatrix}\n1\n\\end{pmatrix}",
-        "３４",
-        "the sum is even",
-    ],
-)
+@pytest.mark.parametrize("gold", ["34", 2.5, "\\boxed{\\{1, 2\\}}", "\\begin{pmatrix}\n1\n\\end{pmatrix}", "３４"])
 def test_what_a_model_writes_is_accepted(gold):
     assert gold_fault(gold) is None
     for prompt in (BOXED, "What is 1+0?", FEW_SHOT, *NO_REQUEST):

@@ -109,7 +109,6 @@ def options_read(made: Any) -> dict[str, Any]:
         "chunked_prefill_for_mla": read.chunked_prefill_for_mla,
         "mla_pa": bool(envs.VLLM_ASCEND_MLA_PA),
         "prefix_caching": engine.vllm_config.cache_config.enable_prefix_caching,
-        "vllm_sleep_mode": type(made.inference_engine.sleep_mode).__name__ == "CumemSleepMode",
         "top_k_optimize": TopKTopPSampler.forward_native.__name__ == "topk_topp_forward_native",
     }
 
@@ -159,10 +158,7 @@ def start(model: str, name: str, overrides: list[str]) -> tuple[Any, Any]:
 
 def true_weight(model: str, other: str, overrides: list[str]) -> dict[str, Any]:
     """Return responses with the weights of `model`, with those of `other` after a sync, and with the first again."""
-    from verl_patches.step.replay.expert_load import count_rollout_load
-
     config, made = start(model, TRUE_WEIGHT, overrides)
-    load = count_rollout_load(engine_worker(made.inference_engine).model_runner.model)
     prompts, seen, engine = prompts_for(config), decode_batches(made), made.inference_engine.llm_engine
     responses = generate(made, prompts)
     found = {
@@ -172,7 +168,6 @@ def true_weight(model: str, other: str, overrides: list[str]) -> dict[str, Any]:
         "decodes": max(decodes for decodes, prefills in seen if not prefills),
         "options": engine.vllm_config.additional_config,
         "read": options_read(made),
-        "load": load.take(),
     }
     runner = engine_worker(made.inference_engine).model_runner
     sizes = record(runner, "_get_torchair_lazy_compiled_model", lambda made, batch_size: batch_size)
@@ -222,6 +217,8 @@ def switches(model: str, table: Mapping[str, Mapping[str, Any]]) -> dict[str, An
     refresh = (
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.refresh=true"  # one process, many engines
     )
+    from verl_patches.emulation.npu import memory_pool
+
     found: dict[str, Any] = {"read": {}}
     for name, line in table.items():
         keys = [f"recipe.rollout.ascend.{key}" for key in line.get("keys", ())]
@@ -234,20 +231,8 @@ def switches(model: str, table: Mapping[str, Mapping[str, Any]]) -> dict[str, An
             found["balanced routing"] = answers(made)
         del made
         gc.collect()
-        forget_pool()
+        memory_pool.empty_cache()  # as a device does when an engine has ended
     return found
-
-
-def forget_pool() -> None:
-    """Free the emulated device's pool after an engine has ended, as a device does; the emulated one frees nothing."""
-    from vllm_ascend.device_allocator.camem import CaMemAllocator
-
-    from verl_patches.emulation.npu import memory_pool
-
-    CaMemAllocator.get_instance().pointer_to_data.clear()
-    memory_pool._Pool.storages.clear()
-    memory_pool._Pool.unmapped.clear()
-    memory_pool.empty_cache()
 
 
 def start_again(model: str, overrides: list[str], rows: list[str], first: bool) -> Any:
@@ -255,10 +240,7 @@ def start_again(model: str, overrides: list[str], rows: list[str], first: bool) 
     from vllm.model_executor.layers import rotary_embedding
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
-    from verl_patches.worker.rollout_engine import weights_move
-
     rotary_embedding._ROPE_DICT.clear()  # otherwise engines of one process share their rotary tables
-    weights_move.value = False  # an engine without vLLM's sleep mode has set it
     if not first:
         from vllm_ascend.patch.worker.patch_common import patch_sampler
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from tests.emulation.emulated_engine import engine_model, response_tokens
+from tests.emulation.emulated_engine import engine_model, make_prompts, record, response_tokens
 
 
 def verl_rollout(model: str | Path, **overrides):
@@ -75,3 +75,25 @@ def preemptions(model: str, requests: list) -> list[int]:
         generate_with(llm, some)
         counts.append(llm.preemptions.take())
     return counts
+
+
+def preemptions_of_v1(model: str) -> tuple[int, int]:
+    """Return how many of 12 requests V1 preempts, as we and as vLLM count them, where 9 KV blocks hold a few alone."""
+    from vllm import LLM, SamplingParams
+    from vllm.v1.engine import EngineCoreEventType
+    from vllm.v1.request import Request
+
+    from verl_patches.rollout.engine import PreemptionCounter
+
+    limits = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 512}
+    llm = LLM(model=model, dtype="float32", seed=0, enforce_eager=True, additional_config={"refresh": True}, **limits)
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    pool.get_new_blocks(pool.get_num_free_blocks() - 9)  # leave 9 blocks of 128 tokens
+    preempted = PreemptionCounter(llm.llm_engine)
+    scheduler.log_stats, scheduler.make_stats = True, lambda *_: None  # vLLM notes its preemptions, and no other figure
+    events = record(Request, "record_event", lambda _, request, event, *time: event)
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, detokenize=False)
+    prompts = [{"prompt_token_ids": ids} for ids in make_prompts([116 + n for n in range(12)])]
+    llm.generate(prompts, params, use_tqdm=False)
+    return preempted.take(), events.count(EngineCoreEventType.PREEMPTED)

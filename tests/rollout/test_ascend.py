@@ -41,10 +41,9 @@ CASES = [
     *({"model": "256 experts", "options": {"dtype": "bfloat16", "max_num_batched_tokens": 512, "enforce_eager": True},
        "without": rows, "checks": {name: {"before": "routes", "tokens": 12}}}
       for name, rows in (("router", []), ("router, upstream", ["rollout.ascend_fp32_router"]))),
-    {"model": "256 experts", "options": {"max_num_batched_tokens": 512, "enable_sleep_mode": True,
+    {"model": "256 experts", "options": {"max_num_batched_tokens": 512,
                                          "additional_config": GRAPHS | WITH_RING | WHOLE_PROMPTS}, "checks": {
-        "whole": {"lengths": [5, 140, 270]}, "whole, cached": {"lengths": [5, 140, 270]},
-        "slept": {"before": "slept"}, "slept, upstream": {"before": "slept_without_the_row"}}},
+        "whole": {"lengths": [5, 140, 270]}, "whole, cached": {"lengths": [5, 140, 270]}}},
     {"model": "16 experts", "options": {"max_num_batched_tokens": 64, "enforce_eager": True,
                                         "additional_config": WHOLE_PROMPTS}, "checks": {
         "dropped": {"before": "dropped", "lengths": [5, 64]}}},
@@ -88,9 +87,7 @@ def found(models, run):
     return run("tests.emulation.emulated_engine:main", served, CASES, TORCHDYNAMO_DISABLE="1")
 
 
-@pytest.mark.parametrize(
-    "name", ["ring", "ring, cached", "mixed", "ones", "only ones", "groups", "one group", "whole", "slept"]
-)
+@pytest.mark.parametrize("name", ["ring", "ring, cached", "mixed", "ones", "only ones", "groups", "one group", "whole"])
 def test_log_probs_are_those_of_transformers(found, name):
     assert found[name]["worst"] < MAX_LOGP_ERROR and found[name]["same"], found[name]
 
@@ -105,14 +102,6 @@ def test_they_are_not_without_the_row_or_where_the_configuration_is_refused(foun
 
 def test_prompts_of_one_token_among_fresh_prompts_have_too_many_slots_upstream(found):
     assert "expected 41 slots, one a row, found 43" in found["ones, upstream"]["refused"]
-
-
-def test_level_2_sleep_keeps_buffers_and_refuses_requests_before_a_sync(found):
-    slept, upstream = found["slept"], found["slept, upstream"]
-    assert slept["asleep"] == {"weights": 44, "buffers": 4}  # all of them, poisoned
-    assert slept["worst"] < MAX_LOGP_ERROR and slept["same"]
-    assert "no weight sync has written them" in slept["error"]
-    assert upstream["buffers"] == 4 and upstream["worst"] == float("inf")  # NaN
 
 
 def test_a_request_that_the_ascend_scheduler_drops_ends_the_run_with_its_name(found):
@@ -201,16 +190,12 @@ def test_the_256_die_rollout_with_true_weights_is_right(models, run, level):
     assert found["mixed"] > 5 if level == "tuned" else found["mixed"] == 0
     assert found["moved"] == []
     assert found["read"] == read_as(options, sizes)
-    assert found["load"]["layers"] == 2 and found["load"]["max_over_mean"] > 1.5  # of prompts: decodes are in graphs
     written = dict(options.ascend)
-    assert written.pop("enable_prefix_caching") == (level == "tuned") and not written.pop(
-        "vllm_sleep_mode"
-    )  # read before the engine
+    assert written.pop("enable_prefix_caching") == (level == "tuned")  # read before the engine
     assert found["options"] == written
 
 
-# each switch of recipe.rollout.ascend alone, and what it needs; then rows. rollout.rebalance_every needs several ranks:
-# tests/loop/test_emulated_npu.py, test_layouts_and_graphs_change_no_step
+# each switch of recipe.rollout.ascend alone, and what it needs; then rows
 SWITCHES = {
     "top_k_optimize": {"keys": ["top_k_optimize=false"]},
     "none": {},
@@ -219,7 +204,7 @@ SWITCHES = {
                   "more": ["actor_rollout_ref.rollout.max_num_batched_tokens=4096"]},
     **{key.partition("=")[0]: {"keys": [key]} for key in (
         "graph_batch_sizes=[64]", "multistream_mla=false", "multistream_moe=false", "view_optimize=true",
-        "chunked_prefill_for_mla=false", "prefix_caching=false", "vllm_sleep_mode=true")},
+        "chunked_prefill_for_mla=false", "prefix_caching=false")},
     "fp32 router": {"without": ["rollout.ascend_fp32_router"]},
 }  # fmt: skip
 
@@ -238,8 +223,8 @@ def test_each_switch_off_alone_gives_the_same_responses(models, run):
     for name, line in SWITCHES.items():
         changed = [f"recipe.rollout.ascend.{key}" for key in line.get("keys", [])]
         expected = read_as(composed(NAMES[0], ["level=tuned", *changed]))
-        if name == "graphs":  # then both are not read
-            expected |= {key: found["read"][name][key] for key in ("graph_batch_sizes", "vllm_sleep_mode")}
+        if name == "graphs":  # then they are not read
+            expected["graph_batch_sizes"] = found["read"][name]["graph_batch_sizes"]
         assert found["read"][name] == expected, name
     differences = {name: difference(found["none"], found[name]) for name in SWITCHES}
     assert {name: each for name, each in differences.items() if not each[0] or each[1] > MAX_LOGP_ERROR} == {}

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 
 import pytest
 from transformers import PretrainedConfig
 
+from tests.conftest import ROOT
+from verl_patches.model.tiny import make_tiny_model
 from verl_patches.rollout.engine import engine_arguments
 
 
@@ -68,3 +71,12 @@ def test_preemptions_of_v0_are_counted_once(run_rollout, tiny_model, requests):
     longer = [[prompt, 64] for prompt, _ in requests]
     ((before, among, after),) = run_rollout("engine_rank:preemptions", str(tiny_model), longer)
     assert (before, after) == (0, 0) and among > 0
+
+
+@pytest.mark.slow
+@pytest.mark.upstream
+def test_preemptions_of_v1_are_those_that_vllm_notes(run_emulated, tmp_path):
+    shape = json.loads((ROOT / "configs/model/deepseekv3_tiny_256experts.json").read_text())
+    model = make_tiny_model(tmp_path / "model", overrides=shape | {"num_hidden_layers": 2})
+    ((ours, theirs),) = run_emulated("tests.rollout.engine_rank:preemptions_of_v1", str(model), backend=None)
+    assert ours == theirs > 0

@@ -33,9 +33,8 @@ GRAPHS = f"{ASCEND}.graph_batch_sizes"
 WHOLE_PROMPTS, NO_CHUNKS = f"{ASCEND}.scheduler=ascend", f"{ASCEND}.chunked_prefill_for_mla=false"
 IN_CHUNKS = f"+{VLLM}.additional_config.ascend_scheduler_config.enable_chunked_prefill=true"
 DP = "recipe.rollout.data_parallel_size"
-NO_GRAPHS = [f"{ASCEND}.{key}" for key in ("graphs=false", "multistream_mla=false", "multistream_moe=false")]
 CACHED_GRAPH = f"+{VLLM}.additional_config.torchair_graph_config.use_cached_graph=true"
-BUDGET, NO_PREFIX = f"{SAMPLING}.max_num_batched_tokens", f"{ASCEND}.prefix_caching=false"
+BUDGET = f"{SAMPLING}.max_num_batched_tokens"
 ALONE, TP2 = f"{ACTOR}.expert_model_parallel_size=1", f"{ACTOR}.tensor_model_parallel_size=2"
 EIGHT_RANKS = [
     "trainer.nnodes=1",
@@ -65,10 +64,8 @@ def recomputed(method, layers=0, model="actor_rollout_ref"):
 # (rule, config, overrides whose faults do not hide each other, words of each refusal)
 REFUSED = [
     (rules.model_checks, LARGE, [f"+{MODEL_CONFIG}.{given}" for given in (
-        "num_nextn_predict_layers=1", "topk_method=greedy", "n_shared_experts=0", "rope_theta=x")],
-     ["predict_layers is 1, expected 0", "'greedy', expected 'noaux_tc'", "n_shared_experts is 0",
-      "rope_theta is 'x'"]),
-    (rules.model_checks, LARGE, [f"+{MODEL_CONFIG}.n_group=3"], ["n_group 3 must divide 256 experts"]),
+        "num_nextn_predict_layers=1", "topk_method=greedy")],
+     ["predict_layers is 1, expected 0", "'greedy', expected 'noaux_tc'"]),
     (rules.model_checks, TINY, [f"+{MODEL_CONFIG}.hidden_size=x"], ["hidden_size is 'x'; expected a whole number"]),
     (rules.train_checks, LARGE, [
         "recipe.train.layers_per_stage=[8,8,8,8,8,8,8,7]", f"{ACTOR}.expert_model_parallel_size=2",
@@ -93,32 +90,26 @@ REFUSED = [
      ["may be preempted, as 64 of 4096 tokens need 262144 tokens of KV cache, and a die holds 0"]),
     (rules.whole_prompt_checks, TINY, [*EMULATED, WHOLE_PROMPTS, f"{BUDGET}=128"],  # its KV cache is not modelled
      ["128, expected >= 272"]),
-    (rules.ascend_checks, LARGE, ["level=tuned", WHOLE_PROMPTS, "recipe.rollout.rebalance_every=64"],
-     ["chunked_prefill_for_mla .* expected one", "rebalance_every is 64 with .*scheduler=ascend"]),
-    (rules.ascend_checks, LARGE, [OFF("rollout.ascend_decode_kv")], [r"decode_kv is off .* would not be written"]),
+    (rules.ascend_checks, LARGE, ["level=tuned", WHOLE_PROMPTS], ["chunked_prefill_for_mla .* expected one"]),
     (rules.ascend_checks, LARGE, ["level=tuned", f"{GRAPHS}=[64,128]"],
      ["holds 128, expected at most max_num_seqs 64"]),
-    (rules.ascend_checks, LARGE, [NO_PREFIX, OFF("rollout.llm_arguments")], ["row rollout.llm_arguments.* off"]),
-    (rules.ascend_checks, TINY, [*EMULATED, OFF("rollout.ascend_expert_groups")], ["16 routed experts in 4 groups"]),
     (rules.ascend_checks, LARGE, [*CUT_EXPERTS, "recipe.rollout.instances=128"],
      ["multistream_moe is true with experts cut over 2 TP ranks"]),
     (rules.ascend_checks, LARGE, EIGHT_RANKS, [r"split over 8 ranks, expected at least 16.* all-to-all"]),
     (rules.sleep_checks, TINY, [f"{SAMPLING}.enforce_eager=false", OFF("memory.*")],
      ["platform is cpu, .*; expected recipe.patches without -memory.sleep_mode and .*enforce_eager=true"]),
-    (rules.sleep_checks, LARGE, [OFF("memory.graph_addresses")], ["expected true, as memory.graph_addresses is off"]),
+    (rules.sleep_checks, LARGE, [OFF("memory.graph_addresses")], ["memory.graph_addresses is off: captured graphs"]),
     (rules.sleep_checks, LARGE, [CACHED_GRAPH], ["use_cached_graph is set, whose graphs no patch changes"]),
     (rules.length_checks, LARGE, [f"{SAMPLING}.enable_chunked_prefill=true", "data.max_prompt_length=200000"],
      ["1024; expected .* 203072", "model's 163840 positions"]),
     (rules.length_checks, TINY, [f"{BUDGET}=128"], ["prefill: .*128; expected .* 272"]),
-    (rules.max_num_seqs_checks, LARGE, ["level=tuned", f"{VLLM}.max_num_seqs=2048", f"{GRAPHS}=[1,32]"],
-     ["expected <= max_num_batched_tokens 1024", "size is 32; expected at least the 64"]),
+    (rules.max_num_seqs_checks, LARGE, ["level=tuned", f"{GRAPHS}=[1,32]"], ["size is 32; expected at least the"]),
     (rules.filter_groups_checks, TINY, ["recipe.filter_groups.metric=score", f"{SAMPLING}.n=1"], ["must differ"]),
     (rules.reward_checks, TINY, ["recipe.rewards=[]"], ["every reward would be 0"]),
     (rules.reward_model_checks, TINY,
      ["recipe.rewards=[{name: reward_model, path: a}]", "reward_model.micro_batch_size_per_gpu=null"],
      ["micro_batch_size_per_gpu is null"]),
     (rules.ratio_checks, TINY, [f"{SKIP}=true", f"{PPO}_epochs=2"], ["ppo_epochs is 2: .* set 1"]),
-    (rules.logprob_checks, LARGE, ["recipe.logprob_check.sequences=100"], ["multiple of 128"]),
     (rules.logprob_checks, RANDOM, ["recipe.logprob_check={action: stop, every: 10}"], ["balanced routing"]),
     (rules.estimator_checks, TINY, [f"{SAMPLING}.n=1"], ["rollout.n is 1; expected 2 or more"]),
     (rules.objective_checks, TINY, ["algo=sft", OFF("update.on_policy")], ["row update.on_policy is off"]),
@@ -130,7 +121,7 @@ REFUSED = [
       "ref micro batch: 1000 is not a multiple of 7"]),
     (rules.batch_checks, TINY, ["algo=ppo", "critic.ppo_micro_batch_size_per_gpu=null", "critic.ppo_mini_batch_size=3"],
      ["critic micro batch: .*is null; verl needs it", "critic mini batch: .*not a multiple of 3"]),
-    (rules.batch_checks, TINY, [f"{LOG_PROB}=8", f"{LOG_PROB}_per_gpu=null"], ["which plans read"]),  # verl takes it
+    (rules.batch_checks, TINY, [f"{LOG_PROB}_per_gpu=null"], ["plans read it"]),
     (rules.critic_checks, TINY, ["algo=ppo", "critic.use_dynamic_bsz=true", "critic.rollout_n=3",
                                  "critic.load_weight=false", OFF("update.recipe_critic")],
      ["no critic here supports it", "expected .*rollout.n, 2", "load_weight must be true", "verl's own critic"]),
@@ -148,10 +139,9 @@ REFUSED = [
       "optimizer: .*expected true: each rank"]),
     (rules.restart_checks, TINY, ["recipe.restart.max_restarts=1", "recipe.restart.exclude_nodes=[a]"],
      ["save_freq is -1", "exclude_nodes needs recipe.ray_address"]),
-    (rules.profile_checks, TINY, [PROFILE("steps=[4]"), PROFILE("ranks=[2]"), PROFILE("phases=[values,old_log_prob]"),
+    (rules.profile_checks, TINY, [PROFILE("steps=[1]"), PROFILE("ranks=[2]"), PROFILE("phases=[values,old_log_prob]"),
                                   f"{SKIP}=true"],
-     ["4 comes after the last step, 3", "2 is not a rank .* expected 0 to 1", "has no values", "has no old_log_prob"]),
-    (rules.profile_checks, TINY, [PROFILE("steps=[]"), PROFILE("ranks=[]")], ["steps is empty", "ranks is empty"]),
+     ["2 is not a rank .* expected 0 to 1", "has no values", "has no old_log_prob"]),
     (rules.support_checks, TINY, ["critic.optim.warmup_style=cosine"],
      ["line pypi: .*Instead: a constant critic.optim.lr"]),
     (rules.hccl_checks, LARGE, ["level=tuned", "recipe.hccl.buffer_mib=200", "recipe.hccl.base_port=6300"],
@@ -167,17 +157,14 @@ ACCEPTED = [
     (rules.whole_prompt_checks, TINY, [*EMULATED, WHOLE_PROMPTS]),
     (rules.ascend_checks, LARGE, ["level=tuned", WHOLE_PROMPTS, NO_CHUNKS]),
     (rules.ascend_checks, LARGE, ["level=tuned", WHOLE_PROMPTS, IN_CHUNKS]),
-    (rules.ascend_checks, LARGE, [OFF("rollout.ascend_decode_kv"), *NO_GRAPHS]),
     (rules.ascend_checks, LARGE, ["level=tuned", f"{GRAPHS}=[8,64]"]),
     (rules.ascend_checks, LARGE, [*EIGHT_RANKS, "recipe.platform=npu_emulated"]),
     (rules.ascend_checks, LARGE, [*EIGHT_RANKS, "recipe.rollout.data_parallel_size=1", "recipe.rollout.instances=4",
                                   "recipe.rollout.enable_expert_parallel=false", f"{ASCEND}.multistream_moe=false"]),
     (rules.ascend_checks, LARGE, [*CUT_EXPERTS, "recipe.rollout.instances=256",
                                   f"{SAMPLING}.tensor_model_parallel_size=1"]),
-    (rules.ascend_checks, TINY, [*EMULATED, OFF("rollout.ascend_expert_groups"), f"+{MODEL_CONFIG}.n_group=1"]),
-    (rules.batch_checks, TINY, ["actor_rollout_ref.ref.log_prob_micro_batch_size=4",  # the run has no reference model
-                                "actor_rollout_ref.actor.use_kl_loss=false"]),
-    (rules.batch_checks, TINY, [f"{LOG_PROB}=4", "actor_rollout_ref.actor.use_dynamic_bsz=true"]),
+    (rules.batch_checks, TINY, ["actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=null",
+                                "actor_rollout_ref.actor.use_kl_loss=false"]),  # the run has no reference model
     (rules.critic_checks, TINY, ["critic.use_dynamic_bsz=true", "critic.load_weight=false"]),  # the run has no critic
     (rules.routing_replay_checks, TINY, [REPLAY]),
     (rules.sync_checks, LARGE, [SMALL_BUCKETS, OFF("reshard.*")]),  # the feature is off
@@ -331,13 +318,11 @@ def test_files_that_the_user_names_must_exist_and_be_whole(tmp_path):
     assert "tokenizer.json is a web page" in faults()["model folder"]
 
 
-def test_a_damaged_recording_is_refused(tmp_path):
-    """Damage a recording; tests/trainer/test_worker_group.py has its other faults."""
+def test_a_recording_without_a_step_is_refused(tmp_path):
+    """Check the start; tests/trainer/test_worker_group.py has other faults of a recording."""
     for step in (1, 2, 3):
         save_file({"prompts": torch.ones(2), "responses": torch.ones(2)}, tmp_path / f"step_{step}.safetensors")
-    run, file = composed(TINY, [f"recipe.rollout.replay={tmp_path}"]), tmp_path / "step_2.safetensors"
+    run = composed(TINY, [f"recipe.rollout.replay={tmp_path}"])
     assert failed_checks(rules.recording_checks, run) == []
-    file.write_bytes(file.read_bytes()[:-3])
-    assert "step_2.safetensors is not a whole" in failed_checks(rules.recording_checks, run)[0]
-    file.unlink()
+    (tmp_path / "step_2.safetensors").unlink()
     assert "this run has 3" in failed_checks(rules.recording_checks, run)[0]

@@ -33,7 +33,6 @@ def test_every_key_is_written_to_one_place_or_is_a_variable():
         ("multistream_mla=false", "torchair_graph_config.enable_multistream_mla", False),
         ("graph_batch_sizes=[32,64]", "torchair_graph_config.graph_batch_sizes", [32, 64]),
         ("chunked_prefill_for_mla=true", "chunked_prefill_for_mla", True),
-        ("vllm_sleep_mode=true", "vllm_sleep_mode", True),
     ],
 )
 def test_a_key_changes_its_own_place_only(override, place, value):
@@ -56,9 +55,8 @@ def test_graphs_decide_verls_two_keys_and_the_default_sizes():
 
 
 def test_expandable_segments_are_for_engines_without_vllms_sleep_mode():
-    name, by_vllm, row_off = "PYTORCH_NPU_ALLOC_CONF", f"{ASCEND_KEY}.vllm_sleep_mode=true", "-memory.sleep_mode"
-    for overrides in ([by_vllm], [f"recipe.patches=[{row_off}]"]):
-        assert worker_environment(composed(LARGE, overrides))[name] == "expandable_segments:False"
+    name, row_off = "PYTORCH_NPU_ALLOC_CONF", "recipe.patches=[-memory.sleep_mode]"
+    assert worker_environment(composed(LARGE, [row_off]))[name] == "expandable_segments:False"
     assert worker_environment(composed(LARGE))[name] == "expandable_segments:True"
     assert worker_environment(composed(TINY, NPU))[name] == "expandable_segments:True"  # the tiny config is eager
 

@@ -14,6 +14,7 @@ from verl_patches.upstream.pins import load_pins
 
 TINY, LARGE = "deepseekv3_tiny_cpu", "deepseekv3_256die_random_init"
 WEIGHTS = "deepseekv3_256die_true_weight"
+READ_NOWHERE = ("VLLM_ENABLE_MC2", "VLLM_ASCEND_ACL_OP_INIT_MODE")  # public scripts set them, and no source reads them
 
 
 @functools.cache
@@ -28,15 +29,14 @@ def variables(name, *overrides):
 @pytest.mark.parametrize(
     ("name", "line"), [(TINY, "pypi"), (TINY, "a3"), (LARGE, "a3"), (WEIGHTS, "a3"), (WEIGHTS, "pypi")]
 )
-def test_every_variable_is_one_of_the_pin_file_with_an_allowed_value(name, line):
+def test_every_variable_is_one_of_the_pin_file(name, line):
     pins = load_pins()
     found = variables(name, f"recipe.line={line}")
-    unread = {name for name in found if not pins.environment[name].reads(line)}
+    unread = {name for name in found if not pins.readers(name, line)}
     assert not unread if (name, line) != (WEIGHTS, "pypi") else "VLLM_ENABLE_FIX_ROUTE" in unread
     for variable in found.values():
-        assert variable.reason and pins.environment[variable.name].accepts(variable.value), variable
-        assert variable.read_by == pins.read_by(variable.name, line) and variable.read_by
-    assert not {*pins.read_nowhere, "ACL_OP_INIT_MODE"} & set(found) and len(found) > 12
+        assert variable.reason and variable.read_by == pins.read_by(variable.name, line) and variable.read_by
+    assert not {*READ_NOWHERE, "ACL_OP_INIT_MODE"} & set(found) and len(found) > 12
 
 
 def misplaced(line, roots, read=symbol_source):
@@ -45,8 +45,9 @@ def misplaced(line, roots, read=symbol_source):
     roots: {top-level package: the folder that holds it}.
     """
     compared, wrong = 0, []
-    for name, variable in load_pins().environment.items():
-        for symbol in variable.reads(line):
+    pins = load_pins()
+    for name in pins.environment:
+        for symbol in pins.readers(name, line):
             root = roots.get(symbol.partition(".")[0])
             if root is None:  # a library without a symbol, or a package that is not there
                 continue
@@ -73,7 +74,7 @@ def test_the_ascend_line_reads_each_variable_where_the_pin_file_says(pytestconfi
     compared, wrong = misplaced("a3", {p: root.absolute() for p, root in roots.items() if (root / p).is_dir()})
     assert compared > 12 and wrong == []
     clones = [folder / name for name in pins.line("a3").repositories if (folder / name / ".git").exists()]
-    names = [*pins.read_nowhere, "VLLM_ENABLE_FIX_ROUTE"]
+    names = [*READ_NOWHERE, "VLLM_ENABLE_FIX_ROUTE"]
     searches = {name: [subprocess.run(["git", "grep", "-q", name], cwd=c).returncode for c in clones] for name in names}
     found = [name for name, codes in searches.items() if 0 in codes]
     assert found == ["VLLM_ENABLE_FIX_ROUTE"] and len(clones) > 3  # no source names the other variables

@@ -120,7 +120,6 @@ def test_hccl_times_out_before_the_watchdog_of_torchs_groups():
         (60000, {}, "32768 to 60999 are this machine's ephemeral ports"),
         (60900, {"reserved": "8080,60900-60999"}, None),
         (19990, {}, "Ray's workers 10002 to 19999"),
-        (6300, {}, "Ray's GCS 6379"),
     ],
 )
 def test_ports_are_those_that_nothing_else_uses(tmp_path, base, kernel, words):
@@ -137,7 +136,6 @@ ON_A2 = {
     "recipe__rollout__instances": None,
 }
 NODE_800T = {"recipe__hardware": "800t_a2", "trainer__nnodes": 32, "trainer__n_gpus_per_node": 8, **ON_A2}
-NODE_BOX = {"recipe__hardware": "200t_a2_box16", **ON_A2}
 
 
 def test_a2_has_no_port_range_because_mc2_does_not_support_it():
@@ -152,16 +150,11 @@ def test_a2_has_no_port_range_because_mc2_does_not_support_it():
         ({}, None),
         (NODE_800T, None),
         ({**NODE_800T, "trainer__nnodes": 16, "trainer__n_gpus_per_node": 16}, "is 16, expected at most 8: set .*=32 "),
-        (
-            {**NODE_BOX, "trainer__nnodes": 32, "trainer__n_gpus_per_node": 12, SIZE("expert_model"): 16},
-            "is 12, expected at most 8 or 16",
-        ),
         ({"recipe__hccl__expansion_mode": "HOST"}, "expansion_mode is HOST, expected AIV or AI_CPU"),
         (
             {**NODE_800T, "recipe__rollout__data_parallel_size": 64},
             "has 128 ranks, MC2 allows 16, 32, 64: change recipe.rollout.data_parallel_size",
         ),
-        ({"recipe__rollout__data_parallel_size": 64}, None),  # control: A3 accepts it
         ({**NODE_800T, SEATS: 1024}, "decodes 512 tokens, MC2 allows 256"),
     ],
 )
@@ -182,39 +175,18 @@ NARROW = "hidden size is 2048, MC2 allows 7168: set recipe.rollout.enable_expert
     ("hardware", "model", "ranks", "fault"),
     [
         ("a3", MOONLIGHT, 16, NARROW),
-        ("a3", MOONLIGHT | {"hidden_size": 7168}, 16, None),  # the control
         ("800t_a2", MOONLIGHT, 16, None),
         ("800t_a2", MOONLIGHT | {"hidden_size": 2064}, 16, "is 2064, MC2 allows multiples of 32 up to 7168"),
-        ("800t_a2", MOONLIGHT, 8, "has 8 ranks, MC2 allows 16, 32, 64"),
         ("a3", KIMI_K2, 64, None),
         ("a3", KIMI_K2, 96, "has 96 ranks, MC2 allows 8, 16, 32, 64, 128, 144, 256, 288"),
-        ("a3", KIMI_K2, 128, None),
         ("a3", KIMI_K2 | {"num_experts_per_tok": 9}, 64, "a token has 9 experts, MC2 allows 8"),
         ("a3", KIMI_K2 | {"n_routed_experts": 768}, 64, "a layer has 768 experts, MC2 allows 512"),
-        ("800t_a2", KIMI_K2, 16, None),  # 24 experts a rank
         ("800t_a2", KIMI_K2 | {"n_routed_experts": 400}, 16, "a rank has 25 experts, MC2 allows 24"),
-        ("800t_a2", KIMI_K2 | {"num_experts_per_tok": 9}, 64, None),
-        ("800t_a2", KIMI_K2, 128, "has 128 ranks, MC2 allows 16, 32, 64"),
     ],
 )
 def test_mc2_takes_the_sizes_of_a_machine(hardware, model, ranks, fault):
     faults = hccl.mc2_faults(HARDWARE[hardware].mc2, shape_with(composed_run().model, model), ranks, tokens=64)
     assert len(faults) == (fault is not None) and (fault or "") in "".join(faults)
-
-
-def test_moonlight_on_a_node_of_a3_must_not_split_experts():
-    """Check that fewer than 16 ranks are accepted, which use no MC2."""
-    node = NODE | {"trainer__n_gpus_per_node": 16, SIZE("expert_model"): 8, "recipe__rollout__data_parallel_size": 8}
-
-    def check(**changes):
-        run = composed_run(**{**node, **changes})
-        return hccl.check_machine(replace(run, model=shape_with(run.model, MOONLIGHT)))
-
-    assert NARROW in check().detail
-    assert NARROW in check(recipe__rollout__data_parallel_size=4, recipe__rollout__instances=2).detail
-    alone = {"recipe__rollout__instances": 8, "recipe__rollout__data_parallel_size": 1}
-    assert check(recipe__rollout__enable_expert_parallel=False, **alone).ok
-    assert check(**NODE).ok
 
 
 def test_the_need_of_a2_by_its_own_formula():

@@ -25,8 +25,6 @@ from verl_patches.errors import ConfigError, our_command
 from verl_patches.launch.smoke import SmokeOptions, smoke_overrides
 from verl_patches.recipe import recipe_keys
 from verl_patches.rules import RULES
-from verl_patches.run.record.compare import write_baseline
-from verl_patches.run.record.curves import read_curves
 from verl_patches.weights.run_folders import take_start
 
 ENGLISH = [page for page in PAGES if "zh" not in (page.parent.name, page.stem[-2:])]  # Chinese pages have the same
@@ -38,9 +36,9 @@ OURS, TRAIN = "python -m verl_patches ", r"bash scripts/train_\w+\.sh "
 CLASSES = {
     "example": (r".*finite_rewards",),  # tests/test_readme_example.py runs them
     "of a run": (rf"{OURS}(plan .*--lengths RUN|report start)",),  # tests/cli make such runs
-    "run with sources": (rf"({TRAIN}--dry-run|{OURS}(plan|explain)) .*--upstream upstream",),  # as run, with clones
+    "run with sources": (rf"({TRAIN}--dry-run|{OURS}plan) .*--upstream upstream",),  # as run, with clones
     "run": (  # here; the exit code is 0, or N where the comment says "exits N"
-        rf"{OURS}(status|explain|digest|report|compare|config|reshard-plan|fingerprint|versions|plan|check(?!.*--upstream))\b",
+        rf"{OURS}(status|explain|digest|report|compare|config|reshard-plan|versions|plan|check(?!.*--upstream))\b",
         rf"{OURS}cluster render ",
         rf"{TRAIN}--dry-run",
         rf"{OURS}data build data/sample\.yaml(?! input=mine)",
@@ -66,11 +64,8 @@ SCRIPTS["train_moonlight_16die"] = ["train", "--config-name", "moonlight_16die"]
 
 # {words of a call of our_command, * for a value: a command with such words, which is run}
 PRINTED = {
-    "check --line * *": "check --line pypi",
+    "check * --write --line * *": "check update.recipe_by_default --write --line pypi",
     "doctor CONFIG --this-node": "doctor deepseekv3_tiny_cpu --this-node",
-    "explain * --switches * --upstream DIR": "explain update.recipe_by_default --switches line=pypi,platform=cpu "
-    """--upstream "$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" """,
-    "fingerprint * --write --line * *": "fingerprint update.recipe_by_default --write --line pypi",
     "plan CONFIG": "plan deepseekv3_16die",
     "status": "status",
     "status *": "status smoke",
@@ -229,8 +224,6 @@ def copy(repository_copy):
         (folder / "metrics.jsonl").write_text('{"step": 1, "critic/score/mean": 0.5}\n')
     (repository_copy / "outputs" / "gpu").mkdir()
     (repository_copy / "outputs" / "gpu" / "verl.log").write_text("step:1 - critic/score/mean:0.500\n")
-    curves = read_curves(repository_copy / "outputs" / "gpu" / "verl.log", repository_copy)
-    write_baseline(repository_copy / "outputs" / "nightly.json", curves)
     return repository_copy
 
 

@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.utils.data import SequentialSampler
+from torch.utils.data import RandomSampler, SequentialSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
-from torchdata.stateful_dataloader.sampler import RandomSampler
 
 from tests.ranks import HANG_S
 from tests.reshard.cases import TINY
@@ -87,7 +86,7 @@ class Saves(Checkpoints):
         return Manifest(TINY, "@2", "fp32", str(step), tuple(files), facts=facts)
 
 
-SETTINGS = {"digest": "d", "patches": "p", "settings": {"data.seed": 0}}
+SETTINGS = {"patches": "p", "settings": {"data.seed": 0}}
 
 
 @pytest.fixture
@@ -187,57 +186,40 @@ def test_a_checkpoint_is_whole_with_its_critic_alone(saves, tmp_path):
         with_critic(saves(**checkpoint_path(3, tmp_path))).load()
 
 
-def test_a_checkpoint_under_the_name_of_another_step_is_refused(saves, tmp_path):
-    save(saves(), 3)
-    shutil.copytree(tmp_path / "global_step_3", tmp_path / "global_step_7")
-    with pytest.raises(ConfigError, match="global_step_7, found step 3"):
-        saves(**checkpoint_path(7, tmp_path)).load()
-
-
-def test_an_error_of_a_writing_worker_stops_the_run_and_leaves_nothing_complete(saves, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "_GRACE_S", 0.1)
+def test_an_error_of_a_writing_worker_stops_the_run_and_leaves_nothing_complete(saves, tmp_path):
     run = saves()
     save(run, 1)
     run.trainer.global_steps, run.trainer.actor_rollout_wg.failing = 2, True
     run.save()
     with pytest.raises(CheckpointError, match="rank 1: disk full"):
         run.finish()
-    run.abort_save(wait=True)
+    run.abort_save(wait=False)
     assert run.chain.newest() == tmp_path / "global_step_1"
     save(saves(), 2)
     assert names(tmp_path) == ["global_step_1", "global_step_2"]
 
 
-@pytest.mark.parametrize(("grow", "wait", "least_s", "whole"), [
-    (True, True, 900.0, True), (False, True, 900.0, False), (True, False, 900.0, False), (True, True, 0.0, False),
-])  # fmt: skip
-def test_after_an_error_a_checkpoint_is_waited_for_while_its_files_grow(
-    saves, tmp_path, monkeypatch, grow, wait, least_s, whole
-):
+@pytest.mark.parametrize(("wait", "least_s", "whole"), [(True, 900.0, True), (False, 900.0, False), (True, 0.0, False)])
+def test_after_an_error_a_checkpoint_is_waited_for(saves, tmp_path, wait, least_s, whole):
     """Wait at most as long as the watch allows the controller without a call, and not if no rank writes any more."""
-    monkeypatch.setattr(checkpoint, "_GRACE_S", 0.1)
-    run, looks = saves(), itertools.count()
+    run = saves()
     run.config.recipe.watch.least_s = least_s
     workers = run.trainer.actor_rollout_wg
-    workers.failing = True  # its ranks write at the third look
+    workers.failing = True  # its ranks write later
     run.trainer.global_steps = run.trainer.train_dataloader.position = 1
     run.save()
     folder = tmp_path / "global_step_1"
 
-    def written(writing):
-        assert writing == folder
-        if (look := next(looks)) == 3:
+    def say(text, *at):
+        run.said.append((text, *at))
+        if least_s:
             workers.failing = False
             workers.save_checkpoint(str(folder), None, 1)
-        return look if grow else 7
 
-    monkeypatch.setattr(checkpoint, "folder_bytes", written)
+    run._say = say
     run.abort_save(wait)
     assert (run.chain.newest() == folder) is whole
-    said = [
-        text for (text,) in run.said if "waiting for its checkpoint" in text
-    ]  # each look is output, as recipe.timeouts expects
-    assert len(said) == (0 if not wait or not least_s else 1 if not grow else next(looks) - 1), said
+    assert any("waiting for its checkpoint" in text for text, *_ in run.said) is wait
 
 
 def test_a_save_without_space_writes_nothing_and_removes_what_killed_saves_left_first(saves, tmp_path, monkeypatch):
@@ -428,9 +410,9 @@ def test_bytes_that_only_workers_compare_name_the_next_older_checkpoint(saves, t
 # ---- the state of the data
 
 
-def loader(workers=0, sampler=None, kind=RandomSampler):
+def loader(workers=0, sampler=None):
     data, generator = list(range(40)), torch.Generator().manual_seed(3)
-    sampler = sampler or kind(data, generator=generator)
+    sampler = sampler or RandomSampler(data, generator=generator)
     return StatefulDataLoader(data, batch_size=4, num_workers=workers, sampler=sampler)
 
 
@@ -438,24 +420,23 @@ def draw():
     return [random.random(), np.random.rand(), torch.rand(()).item()]
 
 
-@pytest.mark.parametrize("kind", [RandomSampler, torch.utils.data.RandomSampler])  # ours, which has a state; verl's
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_resumed_run_gets_the_batches_and_random_numbers_that_come_next(saves, tmp_path, workers, kind):
+def test_a_resumed_run_gets_the_batches_and_random_numbers_that_come_next(saves, tmp_path, workers):
     run = saves()
-    run.trainer.train_dataloader = loader(workers, kind=kind)
+    run.trainer.train_dataloader = loader(workers)
     run.load()  # checks that the state can be saved, without drawing a batch
     batches = iter(run.trainer.train_dataloader)
     first = [next(batches).tolist() for _ in range(2)]
-    assert first == [batch.tolist() for batch, _ in zip(loader(workers, kind=kind), range(2), strict=False)]
+    assert first == [batch.tolist() for batch, _ in zip(loader(workers), range(2), strict=False)]
     run.trainer.global_steps = 2
     run.save()
     run.finish()
     drawn = draw()
     rest = [batch.tolist() for batch in batches]
     folder = tmp_path / "global_step_2"
-    assert {"trainer.json", "trainer.safetensors"} < set(names(folder)) and not list(folder.glob("*.pt"))
+    assert "trainer.json" in names(folder) and not list(folder.glob("*.pt"))
     again = saves()
-    again.trainer.train_dataloader = loader(workers, kind=kind)
+    again.trainer.train_dataloader = loader(workers)
     again.load()
     assert draw() == drawn
     assert [batch.tolist() for batch in again.trainer.train_dataloader] == rest
@@ -473,7 +454,7 @@ def test_a_run_resumed_in_any_pass_over_the_data_goes_on_in_the_order_of_verl(wo
 
     def made(ours):
         generator = torch.Generator().manual_seed(3)
-        sampler = torch.utils.data.RandomSampler(range(10), generator=generator)
+        sampler = RandomSampler(range(10), generator=generator)
         found = StatefulDataLoader(range(10), batch_size=4, num_workers=workers, sampler=sampler, drop_last=drop_last)
         if ours:
             checkpoint._use_resumable_sampler(found)
@@ -496,7 +477,7 @@ def test_a_run_resumed_in_any_pass_over_the_data_goes_on_in_the_order_of_verl(wo
 
 def kept_loader(rows):
     """Return a loader as Checkpoints makes it from verl's, which leaves out an incomplete last batch."""
-    sampler = torch.utils.data.RandomSampler(range(rows), generator=torch.Generator().manual_seed(3))
+    sampler = RandomSampler(range(rows), generator=torch.Generator().manual_seed(3))
     found = StatefulDataLoader(range(rows), batch_size=4, sampler=sampler, drop_last=True)
     checkpoint._use_resumable_sampler(found)
     return found
@@ -528,19 +509,12 @@ class Sampler(SequentialSampler):
         self.value = state["mine"]["seen"][1]
 
 
-@pytest.mark.parametrize(
-    "value", [np.arange(3), (1, 2), {1: 2}, {3}, object(), b"x", torch.zeros(2, dtype=torch.complex64)]
-)
-def test_a_state_that_is_neither_json_nor_tensors_is_refused_before_the_first_step_by_its_key(saves, tmp_path, value):
+@pytest.mark.parametrize("value", [torch.arange(3), (1, 2), {1: 2}])
+def test_a_state_that_is_not_json_is_refused_before_the_first_step(saves, tmp_path, value):
     run = saves()
     run.trainer.train_dataloader = loader(sampler=Sampler(value))
-    with pytest.raises(ConfigError, match=r"mine\.seen\.1: found a value of type") as caught:
+    with pytest.raises(ConfigError, match=r"state_dict\(\) of the data loader"):
         run.load()
-    assert type(value).__name__ in str(caught.value) and names(tmp_path) == []
+    assert names(tmp_path) == []
     saves(save_freq=-1).load()  # control: it would never be saved
-
-
-def test_a_state_of_a_sampler_comes_back_with_its_tensors():
-    value = {"a": [torch.arange(3), {"b": torch.tensor(2.5)}], "c": "text", "d": None, "/": True, "e": 1 << 70}
-    found, tensors = loader_state(loader(sampler=Sampler(value)))
-    assert len(tensors) == 2 and json.loads(json.dumps(found)) == found
+    assert loader_state(loader(sampler=Sampler({"a": [2.5, {"b": None}], "c": "text", "e": 1 << 70})))

@@ -28,20 +28,6 @@ def test_workers_without_proof_are_named():
         handshake.require_proofs([worker(0), *(worker(rank, error="x") for rank in (1, 2, 3))])
 
 
-def test_workers_that_left_other_rows_alone_are_refused():
-    ids = ["a.b", "a.c"]
-    handshake.require_same_states(ids, [worker(0, b="active", c="drifted"), worker(1, b="active", c="drifted")])
-    handshake.require_same_states(
-        ids, [worker(0, b="active", c="drifted"), worker(1, b="waiting", c="drifted")]
-    )  # never imported
-    # a row of the controller
-    handshake.require_same_states(ids, [worker(0, other="active"), worker(1, other="drifted")])
-    states = {0: "unsupported", 1: "waiting", 2: "active", 3: "active"}
-    with pytest.raises(PatchError, match=r"a\.b: unsupported in 0; active in 2, 3\nTheir") as refusal:
-        handshake.require_same_states(ids, [worker(rank, b=state, c="off") for rank, state in states.items()])
-    assert "a.c" not in str(refusal.value)
-
-
 @pytest.mark.slow
 def test_a_worker_that_never_ran_the_prelude_is_refused_by_rank(ray_folder, run_ranks):
     """Use real Ray, verl's own worker group and its colocated class; worker 1 ran the prelude and proves it."""

@@ -14,48 +14,6 @@ def test_user_variables_and_other_keys_stay():
 CPU, WORKER = "line=pypi,platform=cpu", {"RANK": "0", "WG_PREFIX": "abc"}
 
 
-PREPARE = """
-import sys, types
-start = types.ModuleType("verl_patches.model.mindspeed.start")  # it needs MindSpeed
-start.prepare = lambda engine: print("prepared", engine["layers"])
-sys.modules[start.__name__] = start
-from verl_patches.trainer.worker_settings import chain_setup_hooks
-chain_setup_hooks(lambda: print("user"), ENGINE)()
-import verl
-"""
-
-
-@pytest.mark.parametrize(("variables", "engine", "prepared"), [
-    (WORKER, {"layers": 4}, "prepared 4\n"),  # a training worker
-    ({}, {"layers": 4}, ""),  # the controller
-    (WORKER, None, ""),  # a line without such an engine
-])  # fmt: skip
-def test_training_workers_alone_prepare_their_engine_with_the_import_of_verl(
-    tmp_path, run_python, variables, engine, prepared
-):
-    (tmp_path / "verl.py").write_text("print('verl')\n")
-    env = {**variables, "PYTHONPATH": str(tmp_path)}
-    done = run_python(f"ENGINE = {engine}\n{PREPARE}", patches=CPU, env=env).check()
-    assert done.out == f"user\nverl\n{prepared}"
-
-
-EARLY = """
-import sys, types
-from verl_patches.patching import engine
-from verl_patches.patching.switches import Switches
-from verl_patches.platform.npu import refuse_early_device_runtime
-sys.modules["torch_npu"] = types.ModuleType("torch_npu")
-engine.start_engine([], Switches("a3", sys.argv[1]))
-refuse_early_device_runtime()
-"""
-
-
-def test_torch_npu_in_the_set_up_hook_is_refused(run_python):
-    assert run_python(EARLY, "cpu").check()
-    refused = run_python(EARLY, "npu", env=WORKER)
-    assert refused.rc == 1 and "ConfigError: rank 0 (pid" in refused.err and "before Ray set ASCEND" in refused.err
-
-
 @pytest.fixture(scope="module")
 def ray_job(ray_folder, run_ranks, tmp_path_factory):
     """Return the answers of tests/trainer/die_worker.py, with real Ray and its resource NPU."""

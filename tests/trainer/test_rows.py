@@ -10,7 +10,7 @@ from verl_patches.patching.switches import parse_switches
 
 DEFAULT_SWITCHES = "line=pypi,platform=cpu"
 IDS = (
-    "update.recipe_worker update.recipe_critic update.log_with_run update.sharding_manager logprob.truth_check "
+    "update.recipe_worker update.recipe_critic update.log_with_run update.sharding_manager "
     "platform.tensordict_cuda platform.pickle_torch_config model.optimizer_dtype memory.empty_cache reward.pass_at_k"
 ).split()
 # rows that need classes of the others, and have tests of their own with and without them

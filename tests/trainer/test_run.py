@@ -20,12 +20,13 @@ from verl_patches.trainer.step_record import NARROW_COLUMNS, WIDE_COLUMNS, healt
 
 CORE = "val-core/maths/reward/mean@1"
 REPORT = {  # what a worker reports of a step in which nothing happened
-    **dict.fromkeys(("memory", "emulated", "preempted", "rebalance", "skipped", "profile", "routing_replay")),
+    **dict.fromkeys(("memory", "emulated", "preempted", "skipped", "profile", "routing_replay")),
+    "log_prob_sums": None,
     "seconds": {},
     "sync": [],
     "moves": [],
     "usage": {"rss_bytes": 3 << 40, "pinned_bytes": 5},
-    "expert_load": {"train": {"max_over_mean": 1.5}, "rollout": None},
+    "expert_load": {"train": {"max_over_mean": 1.5}},
 }
 
 
@@ -51,12 +52,12 @@ def after_steps(made, *numbers, skipped=None, test_freq=-1, val=None, objective=
     recipe.logprob_check.action = "report"
     verl = OmegaConf.create({"trainer": {"test_freq": test_freq}})
     made.recipe, made.run = recipe, replace(tiny(), recipe=recipe, verl=verl)
-    made.workers_see_log_probs, made.not_compared = False, "not here"
+    made.not_compared = "not here"
     for number in numbers:
         validated = {CORE: val[number]} if val and number in val else {}
         timers = {"timing_s/step": 2.0, "timing_s/update_actor": 1.0}
         metrics = made.after_step({"critic/score/mean": 0.5, **timers, **validated}, number, log)
-        assert metrics["recipe/expert_load/train"] == 1.5 and "recipe/expert_load/rollout" not in metrics
+        assert metrics["recipe/expert_load/train"] == 1.5
     return made.progress.path.read_text().splitlines()
 
 
@@ -107,7 +108,7 @@ def test_a_step_has_a_line_of_its_health_and_curves_of_what_it_uses(made):
     rewards = {"python": 0.5, "python/acc": 0.25}
     made.group.end_step = lambda: {"rewards": rewards, "slowest_sample": slowest}
     lines = after_steps(made, 4)
-    health = "slowest reward 2.50 s (sample 3 of d); busiest expert of train 1.5 x the mean"
+    health = "slowest reward 2.50 s (sample 3 of d); busiest expert 1.5 x the mean"
     assert f"=      {health}" in lines
     (step,) = json.loads(made.summary.path.read_text())["steps"]
     (metrics,) = map(json.loads, made.summary.path.with_name("metrics.jsonl").read_text().splitlines())
@@ -147,7 +148,7 @@ def test_a_step_that_fails_with_a_dead_worker_ends_with_its_place(made):
 
 def test_an_alarm_is_below_the_row_in_the_record_and_in_the_metrics(made):
     lines = after_steps(made, 3, expert_load=1.4)
-    assert "| step 3: alarm expert_collapse: train: the busiest expert gets 1.5 times" in "\n".join(lines)
+    assert "| step 3: alarm expert_collapse: the busiest expert gets 1.5 times" in "\n".join(lines)
     (step,) = json.loads(made.summary.path.read_text())["steps"]
     (alarm,) = step["alarms"]
     assert (alarm["name"], alarm["value"], alarm["limit"]) == ("expert_collapse", 1.5, 1.4)

@@ -26,7 +26,7 @@ from verl_patches.heartbeat.heartbeat import read_beat
 from verl_patches.layout.phases import VALIDATE
 from verl_patches.run.resolve import changed_run
 from verl_patches.step.log_probs import logprob_check
-from verl_patches.step.log_probs.rollout_log_probs import CheckedSamples, CheckRequest
+from verl_patches.step.log_probs.rollout_log_probs import CheckedSample
 from verl_patches.step.replay.recording import find_recording
 from verl_patches.step.replay.sample_seeds import SEEDS
 from verl_patches.trainer.worker_group import RecipeWorkerGroup, _log_prob_deltas
@@ -68,12 +68,12 @@ class Workers:
         tensors["rollout_log_probs"] = -torch.arange(float(len(ids)))[:, None].repeat(1, LENGTH)
         return DataProto.from_dict(tensors=tensors, meta_info=dict(prompts.meta_info))
 
-    def begin_rollout(self, keep_awake, check):
-        self.asked.append((len(self.generated), keep_awake, check))
+    def begin_rollout(self, keep_awake, seed):
+        self.asked.append((len(self.generated), keep_awake, seed))
 
     def end_rollout(self):
-        first = CheckedSamples([[5, 6]], [[1, 2]], [[-1.0, -2.0]], 0.5)
-        return [first, None, CheckedSamples([[7]], [[3]], [[-2.75]], 0.25), None]
+        first = CheckedSample([5, 6], [1, 2], [-1.0, -2.0], 0.5)
+        return [first, None, CheckedSample([7], [3], [-2.75], 0.25), None]
 
     def begin_profile(self, step, folder):
         self.profiled.append((step, folder))
@@ -176,7 +176,7 @@ def test_recorded_responses_are_replayed_without_generating(tmp_path):
         assert torch.equal(replayed["responses"], output.batch["responses"])
         assert set(replayed.keys()) == {"prompts", "responses"}  # log-probs are of the recorded run's weights
     assert not workers.generated
-    with pytest.raises(ConfigError, match="step 3 is not recorded; found steps 1 to 2; use --steps 2"):
+    with pytest.raises(ConfigError, match="step 3 is not recorded; the recording ends at 2"):
         generate(replay, prompts())
     with pytest.raises(ConfigError, match="recorded with other prompts"):
         generate(make_group(rollout={"replay": str(tmp_path / "rollouts")})[0], prompts(1))
@@ -256,7 +256,7 @@ def test_every_nth_step_from_the_first_on_is_checked():
     for _ in range(3):
         generate(group, prompts())
         reports.append(group.end_step()["logprob_check"])
-    assert workers.asked == [(0, False, CheckRequest(1, seed=1)), (2, False, CheckRequest(1, seed=3))]
+    assert workers.asked == [(0, False, 1), (2, False, 3)]
     first = reports[0]
     assert reports[1] is None and first["delta"] == reports[2]["delta"]
     assert (first["sequences"], first["tokens"], first["sample_s"]) == (2, 3, 0.5)
@@ -296,17 +296,15 @@ def test_a_rollout_of_several_batches_is_begun_and_ended_once(monkeypatch):
         group.filtered_groups, "draw_filtered_groups", lambda batch: [generate_sequences(batch) for _ in range(2)][-1]
     )
     generate(group, prompts())
-    assert workers.asked == [(0, True, CheckRequest(1, seed=1))] and ended == [2]
+    assert workers.asked == [(0, True, 1)] and ended == [2]
 
 
-@pytest.mark.parametrize(("check", "others", "words"), [
-    ({}, {}, None),
-    ({"sequences": 3}, {}, "sequences is 3; expected a multiple of 2"),
-    ({"sequences": 10}, {}, "sequences is 10; expected at most data.train_batch_size 8"),
-    ({}, REPLAY, "every is 2, but .* from a recording; set recipe.logprob_check.action"),
-    ({}, {"actor_rollout_ref.rollout.mode": "async"}, "every is 2, but .* vllm, async; expected vllm, sync"),
+@pytest.mark.parametrize(("others", "words"), [
+    ({}, None),
+    (REPLAY, "every is 2, but .* from a recording; set recipe.logprob_check.action"),
+    ({"actor_rollout_ref.rollout.mode": "async"}, "every is 2, but .* vllm, async; expected vllm, sync"),
 ])  # fmt: skip
-def test_a_setting_that_cannot_be_checked_is_refused_by_name(check, others, words):
-    run = changed_run(run_with(logprob_check={"every": 2, **check}), others)
+def test_a_setting_that_cannot_be_checked_is_refused_by_name(others, words):
+    run = changed_run(run_with(logprob_check={"every": 2}), others)
     faults = [found.detail for found in logprob_check.logprob_checks(run) if not found.ok]
     assert len(faults) == (words is not None) and all(re.search(words, fault) for fault in faults), faults

@@ -78,13 +78,13 @@ import ray
 
 class Worker:
     def told(self):
-        from verl_patches.trainer.worker_settings import prepare_from_controller
+        from verl_patches.trainer.worker_settings import prepare_as_sent
         found = []
         start = types.ModuleType("verl_patches.model.mindspeed.start")  # it needs MindSpeed
         start.prepare = found.append
         sys.modules[start.__name__] = start
         try:
-            prepare_from_controller(None)
+            prepare_as_sent(None)
         except ValueError as error:
             return str(error)
         return [found, os.environ.get("GLOO_SOCKET_IFNAME")]

@@ -31,12 +31,9 @@ def upstream(tmp_path):
     return tmp_path
 
 
-def test_trees_are_the_repositories_that_pip_does_not_install_or_a_verl_alone(upstream):
+def test_trees_are_the_repositories_that_pip_does_not_install(upstream):
     folders = tuple(upstream / name for name in PACKAGES)
     assert find_trees(upstream) == Trees(("--upstream", str(upstream)), folders, upstream / "verl")
-    assert find_trees(None, upstream) == Trees(("--verl-path", str(upstream)), (upstream,), upstream)
-    with pytest.raises(ConfigError, match="--upstream contains"):
-        find_trees(upstream, upstream)
     (upstream / "MindSpeed" / "mindspeed").rmdir()
     with pytest.raises(ConfigError, match="MindSpeed/mindspeed"):
         find_trees(upstream)

@@ -34,8 +34,6 @@ def test_the_arguments_are_the_pins():
     name, _, tag = A3.container.image.rpartition(":")
     assert name.endswith("/cann") and {tag.split("-")[0]} == {version.lower() for version in cann} and "-a3-" in tag
     assert tag.endswith(f"-py{A3.container.python}")
-    rest = re.sub(r"^(#|ARG ).*\n( +.*\n)*", "", TEXT, flags=re.MULTILINE)  # no version is written a second time
-    assert set(re.findall(r"(?<![\w.])\d+\.\d+[\w.]*", rest)) == {"65.7.0"}  # setuptools of apex
 
 
 def test_no_run_loads_torch_npu_without_a_driver():
@@ -49,8 +47,6 @@ def test_no_run_loads_torch_npu_without_a_driver():
 
 def test_stages_and_shell_commands_are_well_formed():
     assert {word for word, _ in FOUND} <= INSTRUCTIONS
-    stages = [rest.rpartition(" AS ")[2] for word, rest in FOUND if word == "FROM"]
-    assert stages == ["packages", "base", "apex", "base"] and FOUND[-1] == ("CMD", '["/bin/bash"]')
     for command in RUNS:
         done = subprocess.run(["bash", "-n", "-c", command], capture_output=True, text=True)
         assert done.returncode == 0, (command, done.stderr)
@@ -69,18 +65,6 @@ def test_pip_installs_the_lock_and_what_its_build_needs_first():
     assert len(lines) == 2 + done.stdout.count("--hash=sha256:") > 3
     installs = [part for rest in RUNS for part in re.split(r"&&|\|", rest) if "pip install" in part]
     assert len(installs) == 8 and all("--no-deps" in part for part in installs)  # the lock file lists all dependencies
-
-
-@pytest.mark.parametrize("mirror", ["", "https://mirror/openeuler/"])
-def test_a_yum_mirror_replaces_the_hosts_of_the_repositories(tmp_path, mirror):
-    repo = tmp_path / "openEuler.repo"
-    given = "baseurl=http://host/V/OS/$basearch/\nmetalink=https://host/metalink?repo=$releasever\ngpgkey=http://host/V/KEY\n"
-    repo.write_text(given)
-    (command,) = [rest for rest in RUNS if "YUM_MIRROR" in rest]
-    command = command.partition("yum install")[0].replace("/etc/yum.repos.d", str(tmp_path)) + "true"
-    subprocess.run(["bash", "-c", command], check=True, env={"PATH": os.environ["PATH"], "YUM_MIRROR": mirror})
-    of_mirror = "baseurl=https://mirror/openeuler/V/OS/$basearch/\ngpgkey=https://mirror/openeuler/V/KEY\n"
-    assert repo.read_text() == (of_mirror if mirror else given)
 
 
 def test_every_bash_of_a_container_has_canns_environment(tmp_path):

@@ -6,15 +6,13 @@ import pytest
 
 from tests.runs import composed
 from tests.symbols import symbol_source
-from verl_patches.cli.run import _refuse_planned_keys
 from verl_patches.errors import ConfigError
 from verl_patches.plan.memory_plan import LAYERS_KEY
 from verl_patches.recipe import recipe_keys
 from verl_patches.run.compose import compose_config
-from verl_patches.run.environment import environment_checks
 from verl_patches.upstream.checkouts import verl_config_dir
 from verl_patches.upstream.pins import load_pins
-from verl_patches.upstream.support import refused_keys, shell_findings, support_checks
+from verl_patches.upstream.support import refused_keys, support_checks
 
 TINY, LARGE = "deepseekv3_tiny_cpu", "deepseekv3_256die_true_weight"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -53,9 +51,7 @@ def test_a_key_of_the_pin_file_is_refused_by_name(line):
     keys = {override.lstrip("+").partition("=")[0] for override in given}
     entries = [entry for entry in pins.unsupported_on(line) if entry.key in keys]
     assert [entry.key for entry, _ in refused_keys(composed(TINY, given))] == [entry.key for entry in entries]
-    assert [detail.partition(" is ")[0] for detail in refused_details(given)] == [
-        e.key for e in entries if not e.planned
-    ]
+    assert [detail.partition(" is ")[0] for detail in refused_details(given)] == [entry.key for entry in entries]
 
 
 def test_a_neutral_config_and_keys_that_only_vllm_reads_are_not_refused():
@@ -66,8 +62,8 @@ def test_a_neutral_config_and_keys_that_only_vllm_reads_are_not_refused():
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        (f"+{ROLLOUT}.engine_kwargs.vllm.enable_prefix_caching=false", "set recipe.rollout.ascend.prefix_caching"),
-        (f"+{ROLLOUT}.engine_kwargs.vllm.enforce_eager=true", f"set {ROLLOUT}.enforce_eager"),
+        (f"+{ROLLOUT}.engine_kwargs.vllm.enable_prefix_caching=false", "recipe.rollout.ascend or"),
+        (f"+{ROLLOUT}.engine_kwargs.vllm.enforce_eager=true", "verl already passes this keyword"),
         (f"+{ROLLOUT}.engine_kwargs.vllm.max_num_seq=8", "did you mean max_num_seqs"),
     ],
 )
@@ -81,31 +77,22 @@ def test_a_rollout_key_that_would_not_act_is_refused(line, override, words):
 def test_the_keywords_that_verl_passes_to_vllm_are_those_of_the_pin_file(line, pytestconfig):
     verl = Path(pytestconfig.getoption("--upstream")).absolute() / "verl" if line == "a3" else None
     package, pins = verl_config_dir(verl).parents[1], load_pins()
-    given = pins.given_by_verl
-    nodes = ast.walk(ast.parse(symbol_source(given.at[line], package.parent)))
+    (given,) = {entry.why for entry in pins.unsupported if "verl already passes" in entry.why}
+    listed = {entry.key.rpartition(".")[2] for entry in pins.unsupported if entry.why == given}
+    place = "verl.workers.rollout.vllm_rollout.vllm_rollout_spmd.vLLMRollout.__init__"
+    nodes = ast.walk(ast.parse(symbol_source(place, package.parent)))
     call = next(node for node in nodes if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "LLM")
-    assert {word.arg for word in call.keywords if word.arg} == set(given.keywords)
+    assert {word.arg for word in call.keywords if word.arg} == listed
 
 
-def test_planned_keys_pass_the_checks_and_stop_a_start():
-    neutral = [
-        "distributed_timeout_minutes=30",
-        "adam_beta2=0.999",
-        "moe_alltoall_overlap_comm=false",
-        "gemm_gradient_accumulation_fusion=false",
-        "swap_optimizer=false",
-    ]
-    given = ["recipe.line=pypi", f"{LAYERS_KEY}=4"]
-    run = composed(LARGE, [*given, *(f"recipe.train.{key}" for key in neutral)])
-    ((entry, layers),) = refused_keys(run)
-    assert layers == [7, 7, 8, 8, 8, 8, 8, 7] and entry.planned
-    shown = list(support_checks(run))
-    assert [c.ok for c in shown] == [True] and all("a start is refused" in c.detail for c in shown)
-    with pytest.raises(ConfigError, match="cannot act on recipe.train.layers_per_stage"):
-        _refuse_planned_keys(run)
+def test_layers_of_each_stage_are_refused_on_line_pypi_alone():
+    neutral = ["swap_optimizer=false", "moe_alltoall_overlap_comm=false", "gemm_gradient_accumulation_fusion=false"]
+    neutral += ["distributed_timeout_minutes=30", "adam_beta2=0.999"]
+    run = composed(LARGE, ["recipe.line=pypi", f"{LAYERS_KEY}=4", *(f"recipe.train.{key}" for key in neutral)])
+    (check,) = support_checks(run)
+    assert not check.ok and "recipe.train.layers_per_stage is [7, 7, 8, 8, 8, 8, 8, 7]" in check.detail
     there = composed(LARGE, [f"{LAYERS_KEY}=4"])
     assert there.line == "a3" and refused_keys(there) == []
-    _refuse_planned_keys(there)
 
 
 def test_every_key_of_recipe_train_is_refused_or_read_on_line_pypi():
@@ -118,31 +105,3 @@ def test_every_key_of_recipe_train_is_refused_or_read_on_line_pypi():
     read = {"expert_split", "balanced_routing", "skip_old_log_prob"}
     read |= {"routing_replay", "max_skipped_steps", "importance_ratio"}
     assert keys - refused == {f"recipe.train.{name}" for name in read}
-
-
-@pytest.mark.parametrize(
-    ("line", "name", "value", "state", "words"),
-    [
-        ("a3", "VLLM_ENABLE_MC2", "1", "problem", "unset VLLM_ENABLE_MC2"),
-        ("a3", "VLLM_ENABLE_FIX_ROUTE", "2", "problem", "unset is a TypeError"),
-        ("pypi", "VLLM_ENABLE_FIX_ROUTE", "1", "note", "does not read it (a3: vllm_ascend.ops.fused_moe."),
-        ("a3", "VLLM_ENABLE_FIXROUTE", "1", "note", "nearest: VLLM_ENABLE_FIX_ROUTE"),
-        ("a3", "VERL_PATCHES", "banana", "problem", "cannot read 'banana'"),
-    ],
-)
-def test_variables_of_the_shell_are_compared_with_the_pins(line, name, value, state, words):
-    (finding,) = shell_findings(line, {name: value, "HOME": "/h", "LANG": "C"})
-    assert (finding.name, finding.state) == (name, state) and words in finding.todo
-
-
-def test_a_variable_that_the_launcher_sets_is_no_problem_and_secrets_are_not_shown():
-    environ = {"HCCL_CONNECT_TIMEOUT": "60", "VLLM_API_KEY": "hush"}
-    findings = shell_findings("a3", environ, replaced={"HCCL_CONNECT_TIMEOUT"})
-    assert [f.state for f in findings] == ["fine", "note"] and "hush" not in str(findings)
-
-
-def test_the_checks_of_a_config_name_a_wrong_variable_of_the_shell(monkeypatch):
-    monkeypatch.setenv("VLLM_ENABLE_MC2", "1")
-    monkeypatch.setenv("VLLM_USE_V1", "7")  # the launcher replaces this variable
-    (check,) = environment_checks(composed(TINY))
-    assert not check.ok and "VLLM_ENABLE_MC2" in check.detail

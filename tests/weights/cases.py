@@ -45,9 +45,9 @@ def as_value_model(model, folder, word):
     return score
 
 
-def run(source, destination, layout=None, dtype=None, file_bytes=100_000, line="a3", expert_split=None, **more):
+def run(source, destination, layout=None, dtype=None, file_bytes=100_000, line="a3", **more):
     """Convert a folder to Megatron's checkpoint of a layout, or to a HF folder."""
-    plan = plan_conversion(open_source(source, expert_split=expert_split), layout, dtype, file_bytes, line)
+    plan = plan_conversion(open_source(source), layout, dtype, file_bytes, line)
     return convert(plan, destination, **{"processes": 1, **more})
 
 
@@ -144,6 +144,14 @@ def in_fp8(tensors):
                 value[at] = (fp8[at].float() * scales[row, column]).bfloat16()
         stored[name], stored[f"{name}_scale_inv"], values[name] = fp8, scales, value
     return stored, values
+
+
+def copy_in_fp8(model, folder):
+    """Copy a HF folder with its weights in FP8."""
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors", INDEX))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {QUANTIZATION: QUANTIZED}))
+    store(folder, in_fp8(read_folder(model))[0])
 
 
 def make_fp8_folder(folder, config, seed=0, files=2):

@@ -57,8 +57,8 @@ BIAS = "expert_bias"
 PAIRS = [
     ("local", "ep2 @4", "ep2 @4", ""),
     ("local", "ep2 @4", "tp2 etp1 ep4 @8", "bf16"),
-    ("te", "tp2 etp2 ep2 @4", "pp2 @2 layers=3,1", ""),
-    ("grouped", "@2", "tp2 etp2 ep2 @8", ""),
+    ("local", "tp2 etp2 ep2 @4", "pp2 @2 layers=3,1", ""),
+    ("mindspeed", "@2", "tp2 etp2 ep2 @8", ""),
     ("mindspeed", "tp2 etp1 ep4 @8", "tp2 etp1 ep4 @8", "bf16"),
     ("mindspeed", "tp2 etp1 ep4 @8", "pp2 ep2 @8 layers=3,1", ""),
     ("mindspeed", "pp2 vpp2 @4 layers=1,0,2,1", "tp4 etp1 ep2 @4", "bf16"),

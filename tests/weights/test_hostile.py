@@ -2,12 +2,10 @@
 
 import json
 import os
-import shutil
 
 import pytest
 import torch
 
-from tests.layout.public_folder import config_of_transformers_5
 from tests.weights.cases import (
     QUANTIZED,
     SMALL,
@@ -74,8 +72,8 @@ def test_a_flipped_bit_of_a_checkpoint_is_not_converted(tmp_path, checkpoint, la
         run(checkpoint, tmp_path / "out", layout)
     assert is_incomplete(tmp_path / "out")
     flip(path, at)
-    run(checkpoint, tmp_path / "out", layout)  # control: the conversion continues
-    open_source(tmp_path / "out")
+    run(checkpoint, tmp_path / "again", layout)  # control: it is read once more
+    open_source(tmp_path / "again")
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
@@ -106,7 +104,7 @@ NOT_FINITE = [  # (folder, tensor, value, words of the message)
     ("fp8", DOWN, torch.nan, "holds NaN"),
     ("fp8", SCALES, 0.0, "the scale of block"),
 ]
-WRITTEN = [(None, None), (SMALL_LAYOUT, None), (None, "fp8")]
+WRITTEN = [(None, None), (SMALL_LAYOUT, None)]
 
 
 @pytest.mark.parametrize(
@@ -140,21 +138,6 @@ def test_large_values_are_finite_and_rounding_to_infinity_is_refused(tmp_path):
 
 
 # ---- folders of Hugging Face's cache and of transformers 5
-
-
-def test_a_folder_of_transformers_5_is_written_with_the_names_of_4(tmp_path):
-    """Write one dtype, that of the written weights, and the same positions."""
-    make_folder(tmp_path / "old", SMALL | {"torch_dtype": "float32"})
-    shutil.copytree(tmp_path / "old", tmp_path / "new")
-    (tmp_path / "new" / "config.json").write_text(
-        json.dumps(config_of_transformers_5(SMALL | {"torch_dtype": "float32"}))
-    )
-    written = []
-    for name in ("old", "new"):
-        run(tmp_path / name, tmp_path / f"out_{name}", dtype="bf16")
-        written.append(json.loads((tmp_path / f"out_{name}" / "config.json").read_text()))
-    written[1].pop("transformers_version")
-    assert written[0] == written[1] and written[1]["torch_dtype"] == "bfloat16"
 
 
 def test_a_folder_of_hugging_faces_cache_is_read(tmp_path):
@@ -210,27 +193,16 @@ FAULTS = {
             (f / "model-3.safetensors").write_bytes((f / "model-2.safetensors").read_bytes())
             and edit_index(f, lambda m: m.update(x="model-3.safetensors"))
         ),
-        "is in model-2.safetensors and in model-3.safetensors",
+        "is in two files",
     ),
     "file without index entry": (
         lambda f: (f / "old.safetensors").write_bytes((f / "model-2.safetensors").read_bytes()),
-        "old.safetensors is not named in",
+        "old.safetensors is not one of them",
     ),
-    "stale index": (
-        lambda f: edit_index(f, lambda m: m.update({HEAD: [x for x in m.values() if x != m[HEAD]][0]})),
-        f"{HEAD}: expected in model-.*index.json.*found in model-",
-    ),
-    "index without tensor": (
-        lambda f: edit_index(f, lambda m: m.pop(HEAD)),
-        f"{HEAD}: expected in no file .*found in model-",
-    ),
-    "missing file": (lambda f: (f / "model-2.safetensors").unlink(), "files named in .* are missing, such as model-2"),
+    "missing file": (lambda f: (f / "model-2.safetensors").unlink(), "model-2.safetensors is missing"),
     "truncated": (resize("model-2.safetensors", 100_000), "model-2.safetensors is not a whole safetensors file"),
-    "no index": (lambda f: (f / INDEX).unlink(), "expected model.safetensors.index.json, or model.safetensors alone"),
-    "tied embeddings": (lambda f: edit_config(f, tie_word_embeddings=True), "tie_word_embeddings is True"),
+    "no index": (lambda f: (f / INDEX).unlink(), "or without it model.safetensors alone"),
     "another model": (lambda f: edit_config(f, model_type="llama"), "model_type is 'llama', expected 'deepseek_v3'"),
-    "more layers": (lambda f: edit_config(f, num_hidden_layers=3), "tensors are missing, such as model.layers.2"),
-    "empty": (resize("model-2.safetensors", 0), "model-2.safetensors is empty"),
     "LFS pointer": (
         lambda f: (f / "model-2.safetensors").write_bytes(LFS_POINTER),
         "model-2.safetensors is a Git LFS pointer",
@@ -240,10 +212,6 @@ FAULTS = {
         "model-2.safetensors is a link to .*/blobs/0123",
     ),
     "web page": (lambda f: (f / "tokenizer.json").write_bytes(b"<!doctype html>"), "tokenizer.json is a web page"),
-    "index of a path": (
-        lambda f: edit_index(f, lambda m: m.update({HEAD: "../plain/model-2.safetensors"})),
-        "files named in .* are missing, such as ../plain/model-2",
-    ),
     "gptq": (lambda f: edit_config(f, quantization_config={"quant_method": "gptq"}), "only DeepSeek's FP8"),
 }
 FP8_FAULTS = {
@@ -251,13 +219,12 @@ FP8_FAULTS = {
         lambda f: edit_config(f, quantization_config=QUANTIZED | {"fmt": "e5m2"}),
         "expected fmt e4m3 and weight_bl",
     ),
-    "missing scale": (lambda f: rewrite(f, lambda t: t.pop(SCALES)), f"expected {SCALES}, the scales of {DOWN}"),
+    "missing scale": (lambda f: rewrite(f, lambda t: t.pop(SCALES)), f"expected {SCALES}, its scales"),
     "scale shape": (
         change_tensor(SCALES, lambda t: torch.ones(2, 2)),
         rf"{SCALES}: expected F32 \(1, 1\).*found F32 \(2, 2\)",
     ),
-    "scale dtype": (change_tensor(SCALES, torch.Tensor.bfloat16), f"{SCALES}: expected F32 .*found BF16"),
-    "no quantization_config": (lambda f: edit_config(f, quantization_config=None), "no quantization_config, but"),
+    "no quantization_config": (lambda f: edit_config(f, quantization_config=None), "found no such key"),
     "scale of bf16": (change_tensor(DOWN, torch.Tensor.bfloat16), f"{SCALES}: expected the scales of an FP8 weight"),
 }
 

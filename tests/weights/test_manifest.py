@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -129,12 +128,7 @@ def test_every_kind_of_damage_is_named(tmp_path):
     assert "notes.txt: expected sha256" in edited and "extra.safetensors: not listed" in unknown
 
 
-EDITS = {
-    "facts": lambda found: found["facts"].update(step=4),
-    "a file left out": lambda found: found["files"].pop(),
-    "a tensor's place": lambda found: found["files"][1]["tensors"][0].update(start=0, stop=5),
-    "no digest": lambda found: found.pop("digest"),
-}
+EDITS = {"facts": lambda found: found["facts"].update(step=4), "no digest": lambda found: found.pop("digest")}
 
 
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
@@ -150,38 +144,25 @@ def test_a_manifest_covers_itself(tmp_path, edit):
         m.read_manifest(tmp_path)
 
 
-def test_what_is_no_manifest_of_this_version_or_step_is_refused(tmp_path):
+def test_what_is_no_manifest_of_this_version_is_refused(tmp_path):
     folder = tmp_path / "global_step_4"
     folder.mkdir()
     with pytest.raises(ConfigError, match="global_step_4: .*manifest.json, found none"):
         m.read_manifest(folder)
     write_checkpoint(folder)
-    with pytest.raises(ConfigError, match="global_step_4, found step 3"):
-        m.read_manifest(folder)
-    (folder / m.MANIFEST).write_text(m.to_json(replace(MANIFEST, facts={})))
-    with pytest.raises(ConfigError, match="expected the key 'step'"):
-        m.read_manifest(folder)
     text = (folder / m.MANIFEST).read_text()
-    for damaged in (text.replace('"version": 2', '"version": 1'), text[: len(text) // 2]):
+    for damaged in (text.replace('"version": 3', '"version": 1'), text[: len(text) // 2]):
         (folder / m.MANIFEST).write_text(damaged)
         with pytest.raises(ConfigError, match=m.MANIFEST):
             m.read_manifest(folder)
 
 
-def test_keys_of_other_types_are_read_back_as_they_are_hashed(tmp_path):
-    manifest = replace(write_checkpoint(tmp_path), facts={"step": 3, "settings": {"data.more": [{1: 2, 10: 3, 2: 4}]}})
-    (tmp_path / m.MANIFEST).write_text(m.to_json(manifest))
-    assert m.read_manifest(tmp_path).facts["settings"] == {"data.more": [{"1": 2, "10": 3, "2": 4}]}
-
-
-def test_a_writer_refuses_too_many_too_few_and_unaligned_bytes(tmp_path):
+def test_a_writer_refuses_too_many_and_too_few_bytes(tmp_path):
     tensors = [entry(BIAS, "bias")]
     for size in (16, 21):
         with pytest.raises(RecipeError, match=f"x: bias: expected 20 bytes, found {size}"):
             writer.write_tensors(tmp_path, "x", tensors, lambda entry, size=size: [bytes(size)])
     odd = [entry(torch.ones(3).bfloat16(), "odd"), *tensors]
-    with pytest.raises(ConfigError, match="odd' would begin|bias' would begin"):
-        m.build_header(odd, "x")
     assert m.in_data_order(odd) == odd[::-1]
     with writer.NewFile(tmp_path / "x"), pytest.raises(RecipeError, match="another process writes this file"):
         writer.NewFile(tmp_path / "x").__enter__()
@@ -207,11 +188,10 @@ def test_files_are_durable_before_they_have_their_names(tmp_path, monkeypatch):
     assert first == last == folder and named == ("replace", m.MANIFEST) and temporary[1].startswith(m.MANIFEST)
 
 
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_named_and_leaves_no_file(tmp_path, error):
+def test_a_full_disk_is_named_and_leaves_no_file(tmp_path):
     with pytest.raises(RecipeError, match="notes.txt could not be written: .*finished files are kept"):
         with writer.NewFile(tmp_path / "notes.txt") as file:
-            full = mock.Mock(side_effect=OSError(error, os.strerror(error)))
+            full = mock.Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
             file._file = mock.Mock(wraps=file._file, write=full)
             file.write(b"text")
     assert not list(tmp_path.glob("notes.txt*"))

@@ -20,7 +20,6 @@ from verl_patches.weights.run_folders import (
     checkpoint_chain,
     data_facts,
     find_start,
-    folder_bytes,
     list_starts,
     path_to_resume,
     read_start,
@@ -157,8 +156,6 @@ def test_retention_removes_nothing_of_another_chain_nor_what_it_began_from(tmp_p
     fresh = make_start(home, (1, 2))
     last = make_start(home, (5, 6), ("0001", 4))
     chain = checkpoint_chain(read_start(last))
-    size = folder_bytes(fork / "checkpoints")
-    assert chain.other_start_bytes() == {"0002": size, "0003": folder_bytes(fresh / "checkpoints")}
     chain.remove_oldest(1, last / "checkpoints/global_step_6")
     assert names(first / "checkpoints") == ["global_step_2"] and chain_checkpoints(last) == {2: "0001", 6: "0004"}
     assert chain_checkpoints(fork) == {2: "0001", 3: "0002", 4: "0002"} and chain_checkpoints(fresh) == {
@@ -203,23 +200,6 @@ def test_a_damaged_newest_checkpoint_is_named_with_the_next_older_whole_one(tmp_
         checkpoint_chain(read_start(start)).newest()
 
 
-def test_the_size_of_a_folder_counts_what_stays_when_a_part_is_removed_meanwhile(tmp_path, monkeypatch):
-    scandir = os.scandir
-    for name in "abc":
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").write_bytes(bytes(10))
-    assert folder_bytes(tmp_path) == 30 and folder_bytes(tmp_path / "absent") == 0
-
-    def gone(path):  # remove the first folder below tmp_path while it is read
-        if os.fspath(path) != str(tmp_path):
-            monkeypatch.setattr(os, "scandir", scandir)
-            shutil.rmtree(path)
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", gone)
-    assert folder_bytes(tmp_path) == 20 and len(names(tmp_path)) == 2
-
-
 # ---- what can be resumed from
 
 
@@ -245,11 +225,10 @@ def test_other_data_are_refused_by_rows_and_digest_and_not_by_their_path(tmp_pat
     assert before["rows"] == 2 and data_facts([files["a"], files["longer"]])["rows"] == 5
     manifest = type("Read", (), {"facts": {"data": json.loads(json.dumps(before))}})
     require_same_data(tmp_path, manifest, data_facts([files["same"]]), False)
-    for name, words in (("longer", "2 rows with sha256 .* this run has 3 rows"), ("other", "has 2 rows with")):
+    for name, words in (("longer", "2 rows in .* this run has 3 rows"), ("other", "this run has 2 rows in")):
         now = data_facts(files[name])
-        with pytest.raises(ConfigError, match=f"{words}.*{name}.parquet.*recipe.resume_other_data=true") as caught:
+        with pytest.raises(ConfigError, match=f"{words}.*{name}.parquet.*recipe.resume_other_data=true"):
             require_same_data(tmp_path, manifest, now, False)
-        assert all(facts["sha256"][:12] in str(caught.value) for facts in (before, now))
         require_same_data(tmp_path, manifest, now, True)
     require_same_data(
         tmp_path, manifest, data_facts([str(tmp_path / "absent")]), False

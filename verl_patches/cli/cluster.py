@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -30,7 +29,7 @@ def render_command(
 ) -> None:
     """Write the scripts of a job: up.sh, run.sh, follow.sh, logs.sh, down.sh and node.sh, or files for Slurm or
     Kubernetes. Nothing is started, and no value of a secret is read or written."""
-    job = load_job(job_file, os.environ)
+    job = load_job(job_file)
     require_volumes(job)
     start = render(job, folder, str(job_file))
     if as_json:

@@ -1,43 +1,42 @@
-"""Define the commands about upstream's sources: `check`, `explain`, `fingerprint` and `versions`."""
+"""Define the commands about upstream's sources: `check`, `explain` and `versions`."""
 
 from __future__ import annotations
 
-import difflib
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from verl_patches import catalog
-from verl_patches.cli.output import Json, exit_with_report, print_json, print_table, print_text
-from verl_patches.cli.patches import SwitchesOption, build_engine, current_switches
+from verl_patches.cli.output import Json, exit_with_report, print_json, print_table
+from verl_patches.cli.patches import SwitchesOption, build_engine
 from verl_patches.cli.run import Upstream
-from verl_patches.errors import ConfigError, our_command
-from verl_patches.patching import fingerprint as fp
-from verl_patches.patching.boot.install_prelude import LINE_NUMBER_NOTE
-from verl_patches.patching.contract import PACKAGES, Sources, check_rows
-from verl_patches.patching.engine import Engine
+from verl_patches.errors import ConfigError
+from verl_patches.patching.contract import PACKAGES, check_rows, record_rows
+from verl_patches.patching.engine import find_row
 from verl_patches.patching.report import Finding, Report
-from verl_patches.patching.spec import split_place
+from verl_patches.patching.spec import PatchSpec
 from verl_patches.patching.switches import switches_from_environment
-from verl_patches.upstream.checkouts import FETCH_HINT, GIT_LINE, Trees, find_trees, git
+from verl_patches.upstream.checkouts import FETCH_HINT, GIT_LINE, SETUP_HINT, Trees, find_trees
 from verl_patches.upstream.modified import package_roots, source_findings
 from verl_patches.upstream.pins import load_pins
 from verl_patches.upstream.versions import compare_pins
 
 LineOption = Annotated[str | None, typer.Option("--line", help="Set of pins: pypi or a3; default: of VERL_PATCHES.")]
-SOURCES_HELP = "Folder with the upstream clones side by side (line pypi: with the packages, as a site-packages folder)."
+SOURCES_HELP = f"Folder with the clones of line {GIT_LINE} side by side."
+WRITE_HELP = "First record the bodies of the rows' targets as reviewed."
 NO_SOURCE_HELP = "With --write: accept targets without Python text (compiled or inherited)."
-PINNED_HELP = "Folder with the clones (line pypi: the pinned packages): print the diff of the target against its pin."
 ONLY_HELP = "With --upstream: check only this repository and the rows that target it; can be repeated."
 
 
 def check_command(
+    row_ids: Annotated[list[str] | None, typer.Argument(help="Ids of rows; default: all rows of the line.")] = None,
     upstream: Annotated[Path | None, typer.Option(help=SOURCES_HELP)] = None,
     line: LineOption = None,
     only: Annotated[list[str] | None, typer.Option(help=ONLY_HELP)] = None,
+    write: Annotated[bool, typer.Option("--write", help=WRITE_HELP)] = False,
+    no_source: Annotated[bool, typer.Option("--no-source", help=NO_SOURCE_HELP)] = False,
     as_json: Json = False,
 ) -> None:
     """Check upstream sources: files against their pins, and each row's target, body and bindings against the review.
@@ -46,20 +45,41 @@ def check_command(
     """
     if only and upstream is None:
         raise ConfigError("check: --only needs --upstream DIR")
-    exit_with_report(run_check(upstream, line, only or ()), as_json, fine=False)
+    name = line or switches_from_environment().line
+    pins, rows = load_pins().line(name), _chosen_rows(row_ids or (), name)
+    if upstream is None:
+        packages, roots = [*PACKAGES[name]], package_roots(name, Trees())
+    else:
+        places = {
+            package: upstream / key
+            for key, pin in pins.choose_repositories(only or ()).items()
+            for package in pin.packages
+        }
+        packages, roots = [*places], {package: place for package, place in places.items() if (place / package).is_dir()}
+    if only:
+        rows = [row for row in rows if row.target_module.split(".")[0] in packages]
+    missing = [package for package in packages if package not in roots]
+    if missing and (upstream is None or not roots):
+        hint = FETCH_HINT if pins.repositories else SETUP_HINT
+        raise ConfigError(f"line {name}: expected {', '.join(missing)} in {upstream or 'this Python'}; {hint}")
+    if write:
+        targets = [row for row in rows if not row.is_module_stub]
+        for target in record_rows(targets, name, roots, no_source, whole=not (row_ids or only)):
+            typer.echo(f"dropped from the record, no row has this target: {target}", err=True)
+    expected = "a clone of every repository of the line"
+    todo = f"{FETCH_HINT}; to check packages that pip has installed, leave out --upstream"
+    findings = []
+    for package in missing:
+        text = f"absent: the rows of {package} were not checked"
+        findings.append(Finding(f"package {package}", "problem", str(upstream), expected, text, todo))
+    findings += [*source_findings(pins, roots), *check_rows(rows, name, roots, installed=upstream is None)]
+    exit_with_report(Report("check", name, tuple(findings)), as_json, fine=False)
 
 
-def explain_command(
-    row_id: str,
-    switches: SwitchesOption = None,
-    upstream: Annotated[Path | None, typer.Option(help=PINNED_HELP)] = None,
-    as_json: Json = False,
-) -> None:
+def explain_command(row_id: str, switches: SwitchesOption = None, as_json: Json = False) -> None:
     """Show one row of the catalogue: its target, provider, reason, exit condition and state."""
     engine = build_engine(switches)
-    facts, spec, line = engine.explain(row_id), engine.specs[row_id], engine.switches.line
-    if upstream is not None and not spec.is_module_stub:
-        facts["fingerprint"], facts["diff"] = pinned_diff(spec.target, line, upstream)
+    facts, spec = engine.explain(row_id), engine.specs[row_id]
     drifted = not spec.is_module_stub and facts["reviewed"] != facts["fingerprint"]
     facts["state"] = "off"
     if facts["wanted"]:  # nothing is applied here
@@ -67,42 +87,10 @@ def explain_command(
     if as_json:
         print_json(facts)
         return
-    diff = facts.pop("diff", ())
     rows = []
     for key, value in facts.items():
         rows.append((key, ", ".join(value) if isinstance(value, (list, tuple)) else str(value)))
     print_table(row_id, ("fact", "value"), rows)
-    for text in diff:
-        print_text(text, whole=True)
-    if upstream is not None and not diff:
-        print_text(f"{spec.target}: no difference from the pinned body")
-    print_text(LINE_NUMBER_NOTE)
-
-
-def fingerprint_command(
-    row_ids: Annotated[list[str] | None, typer.Argument(help="Ids of rows; default: all rows of the line.")] = None,
-    write: Annotated[bool, typer.Option("--write", help="Record the fingerprints on disk as reviewed.")] = False,
-    no_source: Annotated[bool, typer.Option("--no-source", help=NO_SOURCE_HELP)] = False,
-    upstream: Annotated[Path | None, typer.Option(help="Folder with the sources, as for `check`.")] = None,
-    line: LineOption = None,
-    as_json: Json = False,
-) -> None:
-    """Compare fingerprints of the targets on disk with the reviewed ones."""
-    result = fingerprints(
-        Engine(catalog.all_rows(), current_switches(line and f"line={line}")), row_ids or [], write, no_source, upstream
-    )
-    line, rows = result["line"], result["rows"]
-    if as_json:
-        print_json(result)
-    elif not rows:
-        typer.echo(f"fingerprint: the catalogue has no row with a target on line {line}")
-    else:
-        cells = [(row["target"], row["found"], row["reviewed"] or "-") for row in rows]
-        print_table(f"fingerprints, line {line}", ("target", "found", "reviewed"), cells)
-        for target in result["dropped"]:
-            typer.echo(f"dropped from the record, no row has this target: {target}")
-    fine = rows and all(row["found"] == row["reviewed"] for row in rows)
-    raise typer.Exit(0 if fine else 1)
 
 
 def versions_command(line: LineOption = None, upstream: Upstream = None, as_json: Json = False) -> None:
@@ -113,116 +101,13 @@ def versions_command(line: LineOption = None, upstream: Upstream = None, as_json
     exit_with_report(report, as_json)
 
 
-def run_check(upstream: Path | None, line: str | None, only: Sequence[str] = ()) -> Report:
-    """Return the report on a line, or on its repositories `only`; ConfigError where their sources are not found."""
-    name = line or switches_from_environment().line
-    pins, packages, rows = load_pins().line(name), PACKAGES[name], catalog.all_rows()
-    if only:
-        packages = tuple(package for pin in pins.choose_repositories(only).values() for package in pin.packages)
-        rows = tuple(row for row in rows if row.target_module.split(".")[0] in packages)
-    roots = package_roots(name, Trees()) if upstream is None else _package_roots(upstream, name, part=True)
-    here = {package: root for package, root in roots.items() if package in packages}
-    missing_packages = [package for package in packages if package not in here]
-    if upstream is None and missing_packages:
-        raise ConfigError(
-            f"line {name}: not installed in this Python: {', '.join(missing_packages)}; give --upstream DIR"
-        )
-    compared = dict(zip(here, source_findings(pins, here), strict=True))
-    verified = {package: f"{f.name}, {f.found}" for package, f in compared.items() if f.state == "fine"}
-    report = check_rows(rows, name, Sources(here, upstream is None, pins.packages, verified))
-    expected = "a clone of every repository of the line"
-    todo = f"{FETCH_HINT}; to check packages that pip has installed, leave out --upstream"
-    missing = []
-    for package in missing_packages:
-        found = f"absent: the rows of {package} were not checked"
-        missing.append(Finding(f"package {package}", "problem", str(upstream), expected, found, todo))
-    return Report("check", name, (*missing, *compared.values(), *report.findings))
-
-
-def pinned_diff(target: str, line: str, upstream: Path) -> tuple[str, list[str]]:
-    """Return the fingerprint of a target's body here, and how the body differs from the pinned one.
-
-    With clones the files on disk are compared with those of the pinned commit; on line pypi the installed package is
-    compared with `upstream`. A target of a package that is in neither is compared with itself.
-    """
-    package = split_place(target)[0].split(".")[0]
-    pins = load_pins().line(line).repositories.values()
-    commit = next((pin.commit for pin in pins if package in pin.packages), None)
-    package_root = _package_roots(upstream, line, part=True).get(package)
-    here = package_root if commit else None
-    with tempfile.TemporaryDirectory() as folder:
-        pinned = package_root
-        if commit and package_root:
-            pinned = Path(folder)
-            for module in fp.file_hashes(target, package_root):
-                file = fp.source_file(module, package_root)
-                assert file is not None  # file_hashes has read it
-                path = file.relative_to(package_root)
-                (pinned / path).parent.mkdir(parents=True, exist_ok=True)
-                (pinned / path).write_text(git(package_root, "show", f"{commit}:{path.as_posix()}"), encoding="utf-8")
-        before, after = (fp.source_lines(target, root) for root in (pinned, here))
-        diff = list(difflib.unified_diff(before, after, f"{target} as pinned", f"{target} here", lineterm=""))
-    return fp.fingerprint(target, here), diff
-
-
-def _package_roots(folder: Path, line: str, part: bool = False) -> dict[str, Path]:
-    """Return {top-level package: the folder that holds it}; `folder` is that of --upstream, or of a line's packages.
-
-    Raise ConfigError for packages that are missing; with `part` only where all are.
-    """
-    if not folder.is_dir():
-        raise ConfigError(f"--upstream {folder} is not a folder")
-    repositories = load_pins().line(line).repositories
-    places = {package: folder / name for name, pin in repositories.items() for package in pin.packages}
-    places = places or dict.fromkeys(PACKAGES[line], folder)
-    roots = {package: root for package, root in places.items() if (root / package).is_dir()}
-    missing = [str((root / package).relative_to(folder)) for package, root in places.items() if package not in roots]
-    if missing and not (part and roots):
-        wanted = f"clones of {', '.join(repositories)}" if repositories else f"the packages {', '.join(places)}"
-        todo = f"; {FETCH_HINT}" if repositories else ""
-        raise ConfigError(f"--upstream {folder}: expected {wanted}, found no {', '.join(missing)}{todo}")
-    return roots
-
-
-def fingerprints(
-    engine: Engine, row_ids: list[str], write: bool, no_source: bool, upstream: Path | None = None
-) -> dict[str, Any]:
-    """Return {line, rows: [{target, found, reviewed}], dropped}, recorded if `write`; ConfigError for absent targets.
-
-    A target without Python text is recorded where the row is an `extend`, where it was reviewed as such, or with
-    `no_source`. `dropped`: targets that no row has any more, whose records are removed when the whole line is written.
-    """
-    line = engine.switches.line
-    names = row_ids or [name for name, spec in engine.specs.items() if line in spec.lines]
-    for name in names:
-        engine.explain(name)  # refuses an unknown row and names the nearest
-        lines = engine.specs[name].lines
+def _chosen_rows(row_ids: Sequence[str], line: str) -> list[PatchSpec]:
+    """Return the rows of these ids, or all of a line; ConfigError for an unknown one, or one of another line."""
+    by_id = {spec.id: spec for spec in catalog.all_rows()}
+    for name in row_ids:
+        lines = find_row(name, by_id).lines
         if line not in lines:
             raise ConfigError(
                 f"row {name} is for line {', '.join(sorted(lines))}, not for {line}; give the line with --line"
             )
-    specs = [engine.specs[name] for name in names if not engine.specs[name].is_module_stub]
-    roots = {} if upstream is None else _package_roots(upstream, line)
-    found, files, absent, dropped = {}, {}, [], []
-    for spec in specs:
-        root = roots.get(spec.target_module.split(".")[0])
-        found[spec.target] = fp.fingerprint(spec.target, root)
-        files[spec.target] = fp.file_hashes(spec.target, root) if write else {}
-        has_text = found[spec.target] != fp.NO_SOURCE or fp.reviewed_hash(line, spec.target) == fp.NO_SOURCE
-        needs_none = spec.kind == "extend" or no_source
-        if not (has_text or needs_none) or fp.source_file(spec.target_module, root) is None:
-            absent.append(f"{spec.id}: {spec.target}")
-    if write and absent:
-        check = our_command("check", "--line", line, *(["--upstream", str(upstream)] if upstream else []))
-        raise ConfigError(
-            "fingerprint: nothing was written, these targets have no Python text here:\n  "
-            + "\n  ".join(absent)
-            + f"\n`{check}` lists near names; for a compiled or inherited target add --no-source"
-        )
-    if write:
-        dropped = fp.write_reviewed(line, found, whole=not row_ids, files=files)
-    rows = [
-        {"target": target, "found": digest, "reviewed": fp.reviewed_hash(line, target)}
-        for target, digest in found.items()
-    ]
-    return {"line": line, "rows": rows, "dropped": dropped}
+    return [spec for name, spec in by_id.items() if (name in row_ids if row_ids else line in spec.lines)]

@@ -11,31 +11,30 @@ from typing import Annotated, Any
 import typer
 from omegaconf import OmegaConf
 
-from verl_patches.cli.output import Json, console, print_json, print_table, print_text
-from verl_patches.cli.run import ConfigName, Overrides, Upstream, VerlPath, compose_run
-from verl_patches.errors import ConfigError, RecipeError, require_checks
+from verl_patches.cli.output import Json, console, print_data, print_json, print_table, print_text
+from verl_patches.cli.run import ConfigName, Overrides, Upstream, compose_run
+from verl_patches.errors import ConfigError, RecipeError, our_command, require_checks
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout, parse_layout
-from verl_patches.model.mindspeed.arguments import Setting, engine_settings
-from verl_patches.patching.boot.install_prelude import LINE_NUMBER_NOTE
-from verl_patches.reshard.check import check_plan, figures, tensor_path
+from verl_patches.model.mindspeed.arguments import engine_settings
+from verl_patches.reshard import check
 from verl_patches.reshard.plan import plan_reshard
 from verl_patches.rewards.parts import REWARD_PREFIX
 from verl_patches.run.compose import output_root
 from verl_patches.run.files import hook_checks
-from verl_patches.run.record import compare, report
-from verl_patches.run.record.curves import METRICS, Curves, read_curves
+from verl_patches.run.record import compare
+from verl_patches.run.record.curves import METRICS, read_curves
+from verl_patches.run.record.record import read_summary
+from verl_patches.run.record.report import figures
 from verl_patches.run.resolve import CONFIGS_DIR
 from verl_patches.spec import RunSpec
 from verl_patches.step.replay.recording import TEXT_COLUMNS
 from verl_patches.tools.data.samples import read_samples
 from verl_patches.upstream.checkouts import GIT_LINE, compare_verl_version, find_trees
-from verl_patches.values import printable
 from verl_patches.weights.run_folders import find_start
 
-GB = 1e9
 DEFAULT_MODEL = CONFIGS_DIR / "model" / "deepseekv3_671b.json"
-RUNS_HELP = "Folders of runs, or their names in outputs/ of this repository; the others are compared with the first."
+RUNS_HELP = "Folders of runs, or their names in outputs/ of this repository."
 TRAIN_HELP = 'Training layout, such as "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7".'
 EXPLAIN_HELP = "Print the arguments of MindSpeed that each key sets (line a3)."
 ROLLOUT_HELP = 'Rollout layout, such as "tp2 ep128 etp1 @256": 2 instances of 128 ranks.'
@@ -43,20 +42,17 @@ ROLLOUT_HELP = 'Rollout layout, such as "tp2 ep128 etp1 @256": 2 instances of 12
 CURVES_HELP = "A run, or a TensorBoard folder, JSON lines, CSV or a console log of any framework."
 METRIC_HELP = f"Compare only this metric: {', '.join(METRICS)}, or a name of the sources; can be repeated."
 LIMIT_HELP = "METRIC=VALUE: largest error allowed; default: reward=0.04, or without rewards loss=0.02."
-FORMULA_HELP = f"The error: {', '.join(f'{name}, the {text}' for name, text in compare.FORMULAS.items())}."
-BASELINE_HELP = "A file of curves: with --write A's are written to it, else A is compared with it."
 
 
 def config_command(
     config_name: ConfigName,
     overrides: Overrides = None,
     explain: Annotated[bool, typer.Option("--explain", help=EXPLAIN_HELP)] = False,
-    verl_path: VerlPath = None,
     upstream: Upstream = None,
     as_json: Json = False,
 ) -> None:
     """Print the composed config as YAML, or with --explain the training engine's arguments for each key."""
-    run = compose_run(config_name, overrides or [], find_trees(upstream, verl_path))
+    run = compose_run(config_name, overrides or [], find_trees(upstream))
     require_checks(hook_checks(run))
     if explain and run.line != GIT_LINE:
         raise ConfigError(
@@ -78,30 +74,15 @@ def _print_arguments(run: RunSpec, config_name: str, as_json: bool) -> None:
     """Print what each key becomes; the exit code is 1 where one is refused."""
     rows = engine_settings(run.verl.actor_rollout_ref, run.recipe, run.hf_config)
     refused = [row for row in rows if row.how == "refused"]
+    settings, keys = [row._asdict() for row in rows], [row.key for row in refused]
+    found = {"config": config_name, "line": run.line, "settings": settings, "refused": keys}
     if as_json:
-        settings, keys = [row._asdict() for row in rows], [row.key for row in refused]
-        print_json({"config": config_name, "line": run.line, "settings": settings, "refused": keys})
+        print_json(found)
     else:
-        title = f"{config_name}: keys below actor_rollout_ref, and the model's (HF), for Megatron and MindSpeed"
-        cells = [(row.key, _value_text(row), _argument_text(row), row.why) for row in rows]
-        red = [number for number, row in enumerate(rows) if row.how == "refused"]
-        print_table(title, ("key", "value", "becomes", "why"), cells, red)
-        print_text(f"{len(rows)} rows, {len(refused)} refused. {LINE_NUMBER_NOTE}.")
+        print_data(found, "arguments of Megatron and MindSpeed")
     for row in refused:
-        print_text(f"verl_patches: {row.key} is {_value_text(row)}: {row.why}", err=True)
+        print_text(f"verl_patches: {row.key} is {row.value}: {row.why}", err=True)
     raise typer.Exit(1 if refused else 0)
-
-
-def _argument_text(row: Setting) -> str:
-    if row.arguments:
-        return " ".join(row.arguments)
-    return "no argument" if row.how == "mapped" else row.how
-
-
-def _value_text(row: Setting) -> str:
-    if row.how == "fixed":
-        return ""
-    return "null" if row.value is None else str(row.value)
 
 
 def reshard_plan_command(
@@ -122,18 +103,14 @@ def reshard_plan_command(
     plan = plan_reshard(build_inventory(model), *layouts, train_library="mindspeed", rollout_library="vllm-ascend")
     seconds = time.perf_counter() - start
     if param is not None and rank is not None:
-        path = tensor_path(plan, param, rank)
-        if as_json:
-            print_json(path)
-        else:
-            _print_path(path)
-        return
-    check_plan(plan)
-    result = {**figures(plan), "proven": True, "planning_s": round(seconds, 2)}
-    if as_json:
-        print_json(result)
+        found = check.tensor_path(plan, param, rank)
     else:
-        _print_figures(result)
+        check.check_plan(plan)  # every rollout element is written exactly once, from its own training element
+        found = {**check.figures(plan), "proven": True, "planning_s": round(seconds, 2)}
+    if as_json:
+        print_json(found)
+    else:
+        print_data(found, f"{train} to {rollout}")
 
 
 def _parse_layout_option(option: str, text: str) -> ParallelLayout:
@@ -143,141 +120,58 @@ def _parse_layout_option(option: str, text: str) -> ParallelLayout:
         raise ConfigError(f'reshard-plan: {option} "{text}": {error} (etp defaults to tp)') from error
 
 
-def _print_figures(plan: dict[str, Any]) -> None:
-    title = f"{plan['train']} ({plan['train_library']}) to {plan['rollout']} ({plan['rollout_library']})"
-    rows = []
-    for stage in plan["stages"]:
-        counts = (str(stage[key]) for key in ("stage", "ranks", "layers"))
-        sent, received = _spread_text(stage["sent_bytes"]), _spread_text(stage["received_bytes"])
-        rows.append((*counts, sent, f"{stage['imbalance']:.3f}", received))
-    print_table(title, ("stage", "ranks", "layers", "sends, GB a rank", "max / mean", "receives, GB a rank"), rows)
-    near = plan["nearness_bytes"]
-    total = sum(near.values()) or 1
-    peak, bound = plan["peak_extra_bytes"] / GB, 4 * plan["bucket_bytes"] / GB
-    lines = [
-        ("must arrive, GB a rank", _spread_text(plan["must_arrive_bytes"]), ""),
-        ("received / bound", f"{plan['received_over_bound']:.4f}", "1"),
-        ("kept on the rank, GB", _spread_text(plan["kept_bytes"]), ""),
-        ("sent, max / mean over all ranks", f"{plan['imbalance']:.3f}", f"{plan['imbalance_bound']:.3f}"),
-        ("collectives", str(plan["collectives"]), str(plan["collectives_bound"])),
-        ("peak extra bytes (4 wire buffers), GB", f"{peak:.2f}", f"at most {bound:.2f}"),
-        (
-            "received from the same card / the same node / other nodes",
-            ", ".join(f"{100 * n / total:.1f}%" for n in near.values()),
-            "",
-        ),
-        ("planning, s", str(plan["planning_s"]), ""),
-        ("digest", plan["digest"][:16], ""),
-    ]
-    print_table("whole sync", ("figure", "value", "bound"), lines)
-    typer.echo("verified: every rollout element is written exactly once, from its own training element")
-
-
-def _spread_text(spread: dict[str, float]) -> str:
-    low, mean, high = (f"{spread[key] / GB:.2f}" for key in ("min", "mean", "max"))
-    return mean if low == high else f"{mean} ({low} to {high})"
-
-
-def _print_path(path: dict[str, Any]) -> None:
-    typer.echo(f"{path['parameter']} {path['shape']} {path['dtype']}")
-    typer.echo(f"rank {path['rank']} holds in training: {path['holds_in_training'] or 'nothing'}")
-    typer.echo(f"rank {path['rank']} needs in rollout: {path['needs_in_rollout'] or 'nothing'}")
-    holders = [(h["region"], _ranks_text(h["holders"]), f"{h['needed_by']} ranks") for h in path["holders"]]
-    print_table("holders", ("region", "held in training by ranks", "needed in rollout by"), holders)
-    keys = ("region", "what", "peer", "stage", "nearness", "bucket")
-    rows = []
-    for step in path["steps"]:
-        texts = ["" if step[key] is None else str(step[key]) for key in keys]
-        rows.append((*texts, f"{step['bytes']:,}"))
-    columns = ("region", "what", "peer", "its stage", "where", "bucket", "bytes")
-    print_table(f"steps on rank {path['rank']}", columns, rows)
-
-
-def _ranks_text(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks)) if len(ranks) <= 12 else f"{len(ranks)} ranks, {ranks[0]} to {ranks[-1]}"
-
-
 def report_command(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN [RUN ...]", help=RUNS_HELP)],
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Default: report.md in the last RUN.")] = None,
-    as_json: Json = False,
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN [RUN ...]", help=RUNS_HELP)], as_json: Json = False
 ) -> None:
-    """Show the figures of recorded runs side by side, as a table and as Markdown."""
-    folders = [find_start(run, output_root()) for run in runs]
-    path = output or folders[-1] / "report.md"
-    if path.suffix == ".png" or path.is_dir():
-        raise ConfigError(f"report: {path}: expected a Markdown file, found a folder or a .png; give --output FILE.md")
-    summaries = [report.read_run(folder) for folder in folders]
-    rows, names = report.compare_figures(summaries), report.run_names(summaries)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        run_pictures = ("training.png", "memory.png") if len(summaries) == 1 else ()
-        pictures = [name for name in run_pictures if (path.parent / name).is_file()]
-        path.write_text(report.markdown(summaries, rows, pictures))
-    except OSError as error:
-        raise ConfigError(f"report: {path} cannot be written: {error}; give another file with --output") from error
+    """Show medians and other figures of recorded runs, side by side."""
+    summaries = {}
+    for run in runs:
+        folder = find_start(run, output_root())
+        summaries[str(run)] = summary = read_summary(folder)
+        if not summary.get("steps"):
+            raise RecipeError(f"{folder} has no finished step to report; `{our_command('status', str(run))}` says why")
+    found = {name: figures(summary) for name, summary in summaries.items()}
     if as_json:
-        print_json(
-            {"runs": [*map(report.facts, summaries)], "figures": rows, "report": str(path), "pictures": pictures}
-        )
+        print_json(found)
         return
-    columns, *cells = report.table_lines(rows, names)
-    print_table(", ".join(names), columns, cells)
-    for name, summary in zip(names, summaries, strict=True):
-        if seams := report.resumed_text(summary["steps"]):
-            typer.echo(printable(f"{name}: resumed {seams}"))
-    typer.echo(printable(f"report: {path}"))
+    rows = []
+    for name in dict.fromkeys(name for each in found.values() for name in each):
+        values = [each.get(name) for each in found.values()]
+        if any(value is not None for value in values):
+            rows.append((name, *("-" if value is None else f"{value:.4g}" for value in values)))
+    print_table("medians without the first step, unless a name says otherwise", ("figure", *found), rows)
 
 
 def compare_command(
     a: Annotated[Path, typer.Argument(metavar="A", help=CURVES_HELP)],
-    b: Annotated[Path | None, typer.Argument(metavar="B", help="The reference, as A.", show_default=False)] = None,
-    baseline: Annotated[Path | None, typer.Option(metavar="FILE.json", help=BASELINE_HELP)] = None,
-    write: Annotated[bool, typer.Option("--write", help="Write the curves of A to --baseline.")] = False,
+    b: Annotated[Path, typer.Argument(metavar="B", help="The reference, as A.")],
     metric: Annotated[list[str] | None, typer.Option(help=METRIC_HELP)] = None,
     limit: Annotated[list[str] | None, typer.Option(help=LIMIT_HELP)] = None,
-    formula: Annotated[str, typer.Option(help=FORMULA_HELP)] = "absolute",
     as_json: Json = False,
 ) -> None:
     """Compare A's training curves with B's by the mean errors of the Ascend pages of verl and OpenRLHF.
 
     The exit code is 1 if an error exceeds its limit.
     """
-    if (b is None) == (baseline is None) or (write and baseline is None):
-        raise ConfigError("compare: expected A and B, or A and --baseline FILE.json (--write makes that file from A)")
-    if formula not in compare.FORMULAS:
-        raise ConfigError(f"compare: --formula {formula}: expected {' or '.join(compare.FORMULAS)}")
-    if write and formula != "absolute":
-        raise ConfigError("compare: --formula has no effect with --write, which compares nothing; leave it out")
     limits = dict(map(_parse_limit, limit or ())) or None
     metrics = {name: METRICS.get(name, (name,)) for name in [*(metric or METRICS), *(limits or ())]}
-    curves_a = read_curves(a, output_root(), metrics)
-    if write and baseline is not None:
-        compare.write_baseline(baseline, curves_a)
-        steps = {name: len(of) for name, of in curves_a.values.items()}
-        result: dict[str, Any] = {"baseline": str(baseline), "of": curves_a.name, "steps": steps}
-        if as_json:
-            print_json(result)
-        else:
-            counts = ", ".join(f"{count} steps of {name}" for name, count in steps.items())
-            print_text(f"baseline: {baseline}: {counts}")
-        return
-    if baseline is not None and not baseline.exists():
-        raise ConfigError(f"compare: --baseline {baseline}: no such file; add --write to make it from {a}")
-    other = b or baseline
-    assert other is not None  # one of them is given
-    curves_b = read_curves(other, output_root(), metrics)
+    curves_a, curves_b = (read_curves(given, output_root(), metrics) for given in (a, b))
     errors = compare.curve_errors(curves_a, curves_b)
     limits = limits or compare.limits_for(errors)
-    checks = compare.limit_checks(errors, limits, formula)
+    checks = compare.limit_checks(errors, limits)
     ok = all(check.ok for check in checks)
     if as_json:
-        result = {name: {"name": of.name, "kind": of.kind} for name, of in (("a", curves_a), ("b", curves_b))}
-        result |= {"formula": formula, "rule": compare.FORMULAS[formula], "limits": limits}
+        result: dict[str, Any] = {
+            name: {"name": of.name, "kind": of.kind} for name, of in (("a", curves_a), ("b", curves_b))
+        }
+        result |= {"rule": compare.RULE, "limits": limits}
+        for name, of in (("a", curves_a), ("b", curves_b)):
+            result[name] = {"name": of.name, "kind": of.kind}
         result["errors"] = [error.as_dict() for error in errors]
         print_json({**result, "checks": [vars(check) for check in checks], "ok": ok})
     else:
-        _print_errors(curves_a, curves_b, errors, {check.name: check.ok for check in checks})
+        title = f"a, judged: {curves_a.name} ({curves_a.kind}); b, the reference: {curves_b.name} ({curves_b.kind})"
+        print_data({"errors": [error.as_dict() for error in errors]}, title)
         for check in checks:
             print_text(f"{'ok' if check.ok else 'FAILED'}: {check.name}: {check.detail}", "" if check.ok else "red")
     raise typer.Exit(0 if ok else 1)
@@ -289,19 +183,6 @@ def _parse_limit(text: str) -> tuple[str, float]:
         if name and 0 <= float(value) < float("inf"):
             return name, float(value)
     raise ConfigError(f"compare: --limit {text}: expected METRIC=VALUE, a fraction from 0, such as loss=0.02")
-
-
-def _print_errors(a: Curves, b: Curves, errors: list[compare.Error], ok: dict[str, bool]) -> None:
-    words, rows = {True: "ok", False: "FAILED", None: ""}, []
-    for error in errors:
-        steps = f"{error.steps} ({error.first} to {error.last})"
-        absolute, largest = ("-" if value is None else f"{value:.4g}" for value in (error.absolute, error.largest))
-        numbers = (absolute, compare.percent(error.relative), largest, "-" if error.at is None else str(error.at))
-        rows.append((error.metric, *error.names, steps, *numbers, words[ok.get(error.metric)]))
-    measured = ("common steps", "mean |a - b|", "relative", "largest", "at step", "verdict")
-    columns = ("metric", "name in a", "name in b", *measured)
-    red = [number for number, row in enumerate(rows) if row[-1] == "FAILED"]
-    print_table(f"a, judged: {a.name} ({a.kind}); b, the reference: {b.name} ({b.kind})", columns, rows, red)
 
 
 def samples_command(
@@ -324,15 +205,15 @@ def samples_command(
     if as_json:
         print_json(listed := [*shown])
         raise typer.Exit(0 if listed else 1)
-    count, paged = 0, console().is_terminal and sys.stdin.isatty()
-    for count, one in enumerate(shown, 1):
-        if paged and count > 1 and input("Enter: the next one, q: end ") == "q":
+    if not (listed := [*shown]):
+        raise RecipeError(f"samples: {run}: no response of the step is as the options say; leave out one of them")
+    paged = console().is_terminal and sys.stdin.isatty()
+    for number, one in enumerate(listed):
+        if paged and number and input("Enter: the next one, q: end ") == "q":
             break
         if paged:
             console().clear()
         _print_sample(one)
-    if not count:
-        raise RecipeError(f"samples: {run}: no response of the step is as the options say; leave out one of them")
 
 
 def _print_sample(sample: dict[str, Any]) -> None:

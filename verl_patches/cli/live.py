@@ -20,8 +20,6 @@ from typing import Any, NoReturn
 
 import typer
 from rich.console import Group
-from rich.live import Live
-from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from verl_patches.cli.output import console, make_table, print_json
@@ -36,7 +34,6 @@ from verl_patches.trainer.record import NOW_FILE
 from verl_patches.values import printable
 from verl_patches.weights.run_folders import find_start, list_starts
 
-REFRESH_S = 2.0
 SHOWN_LINES = 5  # last lines of progress.log that are shown
 LIVE_STATES = ("starting", "running", "ending")
 STATE_STYLES = {"failed": "bold red", "lost": "bold red", "ended": "green"}
@@ -44,23 +41,11 @@ FIGURES = ("step s", "reward", "grad_norm", "|dlogp|", "tokens/s/rank", "TFLOP/s
 LOST_REASON = "no launcher holds the lock of its folder: it was killed, or locks of its node are not visible here"
 
 
-def print_run_state(run: Path, watch: bool, as_json: bool) -> NoReturn:
-    """Print what a run does now, with `watch` until it ends; exit code 1 where it failed or its launcher is gone."""
-    folder = find_start(run, output_root())
-    facts = live_facts(folder)
+def print_run_state(run: Path, as_json: bool) -> NoReturn:
+    """Print what a run does now; exit code 1 where it failed or its launcher is gone."""
+    facts = live_facts(find_start(run, output_root()))
     if as_json:
         print_json(facts)
-    elif watch:
-        out = console()
-        try:
-            with Live(render_facts(facts), console=out, auto_refresh=False) as shown:
-                while facts["state"] in LIVE_STATES:
-                    time.sleep(REFRESH_S)
-                    facts = live_facts(folder)
-                    shown.update(render_facts(facts), refresh=True)
-        finally:
-            if not out.is_terminal:
-                out.print()  # Live ends without a newline in a pipe
     else:
         out = console()
         out.print(render_facts(facts), soft_wrap=not out.is_terminal)
@@ -129,10 +114,6 @@ def render_facts(facts: dict[str, Any]) -> Group:
         "last output": None if state == "ended" else f"{facts['quiet_s']:.0f} s ago",
     }
     lines = make_table(("", ""), [(name, value) for name, value in rows.items() if value])
-    bar = []
-    if step and steps and console().is_terminal:
-        done = steps if state == "ended" else step - 1
-        bar = [ProgressBar(total=steps, completed=done, width=60), Text()]  # a bar does not end its line
     texts = []
     for name, figure in facts["figures"].items():
         values = ["" if value is None else f"{value:.4g}" for value in figure.values()]
@@ -141,4 +122,4 @@ def render_facts(facts: dict[str, Any]) -> Group:
     figures = [make_table(("", "last step", "median"), texts)] if texts else []
     head = Text(printable(f"{facts['run']}: {state}"), style=STATE_STYLES.get(state, "bold"))
     off = [Text(switched_off_text(facts["off"]))] if facts["off"] else []
-    return Group(head, *off, lines, *bar, *figures, *map(Text, facts["lines"]))
+    return Group(head, *off, lines, *figures, *map(Text, facts["lines"]))

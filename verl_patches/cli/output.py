@@ -16,10 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from verl_patches.heartbeat.heartbeat import ranks_text
-from verl_patches.patching.boot.install_prelude import LINE_NUMBER_NOTE
 from verl_patches.patching.report import NOT_RUN, Report
-from verl_patches.plan.serving import serving_text
 from verl_patches.spec import RunSpec
 from verl_patches.values import printable, size_text
 
@@ -27,29 +24,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard outpu
 PIPE_COLUMNS, SCREEN_COLUMNS = 120, 110  # width of tables in pipes and files, and of a plan
 _NO_WRAP_CELLS = 40  # widest first column that is not wrapped
 _SHOWN_FAULTS, _LABEL = 5, 13  # failed checks on a screen; columns of a label
+_SIDES = "train", "rollout"
 _SCREEN_CHECKS = ("memory", "host memory", "KV cache", "disk rate")
-_OVER_LIMIT = " TOO MUCH"
-_PROCESS_LABELS = {"workers": "driver, workers", "driver": "driver", "node": "each worker"}
-# Sections of a plan: title, key in --json, and the columns of its rows or the shown keys
-_Sections = tuple[tuple[str, str, tuple[str, ...]], ...]
-_MEMORY_SECTIONS: _Sections = (
-    ("host memory of the fullest node (modelled)", "memory.host", ()),
-    ("HCCL communicators, of two buffers each", "memory.communicators", ("side", "group", "ranks", "buffer_mib")),
-)
-_FIGURE_SECTIONS: _Sections = (
-    ("step (modelled, not measured); range: the errors on published runs (docs/plan.md)", "step.phases",
-     ("phase", "range_s", "seconds", "quoted_s")),
-    ("whole step", "step", ("total_range_s", "total_s", "quoted_total_s", "tokens_per_s_per_die_range")),
-    ("assumptions", "step.assumed", ()),
-    ("in no total: what an assumption would save (docs/operate.md)", "step.assumed_gains", ("if", "saves_s")),
-    ("what a start reads and a save writes (modelled), at --disk-gb-s", "disk.parts", ("part", "bytes", "seconds")),
-    ("step model on the published runs (docs/plan.md)", "step.calibration",
-     ("row", "quoted_s", "modelled_s", "error", "fixes")),
-    ("weight sync (modelled), the busiest die", "traffic.weight_sync", ()),
-    ("sent by a die to others in a step (modelled)", "traffic.sent", ()),
-    ("dispatch through the driver in a step (modelled)", "traffic.dispatch_bytes", ()),
-    ("ports that each node needs free", "ports", ()),
-)  # fmt: skip
+SHOWN_ITEMS = 8  # items of a list in a table
 
 
 def print_json(data: Any) -> None:
@@ -147,19 +124,20 @@ def progress_bar(what: str, total: int | None, unit: str = "B") -> Iterator[Call
 
 def print_screen(plan: Mapping[str, Any], run: RunSpec | None) -> None:
     """Print a plan in at most 40 lines of SCREEN_COLUMNS and the next command; `run` is None where it has no layout."""
+    columns = min(SCREEN_COLUMNS, console().width)
     title = plan["config"]
     if run is not None:
         nodes = f"{run.world_size} ranks on {run.verl.trainer.nnodes} node(s)"
         title += f": {nodes}; line {run.line}, platform {run.platform}, level {run.recipe.level}"
     print_text(title, "bold")
-    print_text(textwrap.fill(plan["verdict"], SCREEN_COLUMNS), "bold green" if plan["ok"] else "bold red")
+    print_text(textwrap.fill(plan["verdict"], columns), "bold green" if plan["ok"] else "bold red")
     for label, text, lines in _screen_rows(plan):
-        wrapper = textwrap.TextWrapper(SCREEN_COLUMNS, subsequent_indent=" " * _LABEL, break_on_hyphens=False)
+        wrapper = textwrap.TextWrapper(columns, subsequent_indent=" " * _LABEL, break_on_hyphens=False)
         wrapper.max_lines, wrapper.placeholder = lines, " ... (--all)"
         print_text(wrapper.fill(f"{label:<{_LABEL}}{text}"), "red" if label == "FAILED" else "")
     for way in plan["next"][:1]:
         print_text(f"next (1 of {len(plan['next'])}), {way['what']}:", "bold")
-        print_command(way["command"], SCREEN_COLUMNS)
+        print_command(way["command"], columns)
     print_text("--all prints every check, rank, row, variable and command; --json all of it as data")
 
 
@@ -175,7 +153,7 @@ def _screen_rows(plan: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
         )
     if len(failed) > _SHOWN_FAULTS:
         yield "FAILED", f"{len(failed) - _SHOWN_FAULTS} more checks (--all)", 1
-    for side in ("train", "rollout"):
+    for side in _SIDES:
         if plan[side]:
             yield side, plan[side]["layout"], 1
     for check in checks:
@@ -187,8 +165,6 @@ def _screen_rows(plan: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
         for each in step["phases"] if plan["ok"] else ():
             if each["seconds"]:
                 yield each["phase"], _seconds_text(each["range_s"], each["seconds"], each.get("quoted_s")), 1
-        for gain in step["assumed_gains"]:
-            yield "", f"{gain['if']}, then -{gain['saves_s']:.0f} s", 1
     if plan["level"] and plan["ok"]:
         yield "level", _level_text(plan["level"]), 2
     notes = [check["name"] for check in checks if check["note"] and check["name"] not in _SCREEN_CHECKS]
@@ -213,41 +189,15 @@ def _level_text(level: Mapping[str, Any]) -> str:
 
 
 def print_whole_plan(plan: dict[str, Any], run: RunSpec) -> None:
-    """Print all sections of a plan (plan/plan.py) that it has, as tables."""
-    memory, checks = plan["memory"], []
-    for check in plan["checks"]:
-        checks.append(
-            (check["name"], ("note" if check["note"] else "ok") if check["ok"] else "FAILED", check["detail"])
-        )
-    print_table("checks", ("check", "", "detail"), checks)
-    for side in ("train", "rollout"):
-        print_table(f"{side}: {plan[side]['layout']}", ("", "ranks"), _layout_rows(plan[side]))
-    if memory:
-        print_table(*memory_rows(memory))
-        for title, key, columns in _MEMORY_SECTIONS:
-            _print_figures(plan, title, key, columns)
-        print_text(f"not modelled: {'; '.join(memory['not_modelled'])}")
-    if level := plan["level"]:
-        print_text(f"not as at level {level['other']}: {', '.join([*level['keys'], *level['rows']])}")
-    if plan["inference"]:
-        print_text(f"generate, chat, eval: {serving_text(plan['inference'])}", "bold")
+    """Print all of a plan (plan/plan.py) but its screen, under the names of --json."""
+    shown = {key: value for key, value in plan.items() if key not in ("config", "ok", "verdict", "next", "commands")}
+    shown["patches"] = [row for row in plan["patches"] if row["on"]]
+    shown["environment"] = environment = []
+    for each in plan["environment"]:
+        environment.append({**each, "value": re.sub(r"rows=\S+", "rows=(the ids above)", each["value"])})
+    print_data(shown, "plan")
     if not plan["step"] and run.recipe.hardware != "a3":
         print_text(f"step time is not modelled: no published run reports it for {run.hardware.title}", "bold")
-    for title, key, columns in _FIGURE_SECTIONS:
-        _print_figures(plan, title, key, columns)
-    on = [(row["id"], row["kind"], row["target"], row["reason"]) for row in plan["patches"] if row["on"]]
-    print_table(f"patches: {len(on)} of {len(plan['patches'])} rows on", ("id", "kind", "target", "why on"), on)
-    values = {v["name"]: re.sub(r"rows=\S+", "rows=(the ids above)", v["value"]) for v in plan["environment"]}
-    rows = [
-        (
-            f"{each['name']}={values[each['name']]}",
-            _PROCESS_LABELS[each["where"]],
-            f"{each['reason']} [{each['read_by']}]",
-        )
-        for each in plan["environment"]
-    ]
-    print_table("environment", ("variable", "set in", "reason [read by]"), rows)
-    print_text(LINE_NUMBER_NOTE)
     refused = [check["name"] for check in plan["checks"] if check["detail"].startswith("a start is refused")]
     where = f"; a start is refused as long as the note on {', '.join(refused)} applies" if refused else ""
     print_text(f"commands to run, in this order{where}:", "bold")
@@ -261,72 +211,44 @@ def print_whole_plan(plan: dict[str, Any], run: RunSpec) -> None:
         print_command(command["command"])
 
 
-def _print_figures(plan: dict[str, Any], title: str, key: str, columns: Sequence[str] = ()) -> None:
-    """Print the section `key` of a plan, a list of rows or a mapping of names; nothing where the plan lacks it."""
-    found: Any = plan
-    for name in key.split("."):
-        found = (found or {}).get(name)
-    if not found:
-        return
-    if isinstance(found, list):
-        columns = [column for column in columns if column in found[0]]
-        rows = [[_figure_text(row[column], column) for column in columns] for row in found]
-        print_table(title, [_figure_label(column) for column in columns], rows)
-    else:
-        names = [name for name in columns or found if name in found]
-        figures = [(_figure_label(name), _figure_text(found[name], f"{key}.{name}")) for name in names]
-        print_table(title, ("", ""), figures)
+def print_data(data: Mapping[str, Any], title: str) -> None:
+    """Print plain data as tables under its names: one of single values, then one of each list of rows and mapping."""
+    single = [(key, _value_text(value, f"{title}.{key}")) for key, value in data.items() if not _is_nested(value)]
+    if single:
+        print_table(title, ("", ""), single)
+    for key, value in data.items():
+        name = f"{title}.{key}"
+        if not _is_nested(value):
+            continue
+        if isinstance(value, Mapping):
+            print_data(value, name)
+        elif any(map(_is_nested, value[0].values())):
+            for number, each in enumerate(value, 1):
+                print_data(each, f"{name} {number}")
+        else:
+            rows = [[_value_text(row.get(column), f"{name}.{column}") for column in value[0]] for row in value]
+            print_table(name, [*value[0]], rows)
 
 
-def _figure_label(name: str) -> str:
-    return name.removesuffix("_bytes").replace("_", " ") if name.islower() else name
+def _is_nested(value: Any) -> bool:
+    """Return whether a value needs a table of its own: rows, or a mapping that has more than single values."""
+    if isinstance(value, Mapping):
+        return any(isinstance(each, Mapping) or _is_nested(each) for each in value.values())
+    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
 
 
-def _figure_text(value: Any, key: str) -> str:
-    """Return a figure of a plan as text; its key says whether it is a size in bytes, and a list of two is a range."""
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {_figure_text(each, f'{key}.{name}')}" for name, each in value.items())
-    if isinstance(value, list):
-        return (" to " if len(value) == 2 else ", ").join(map(str, value))
-    if isinstance(value, int | float):
-        return size_text(value) if "bytes" in key or key.startswith("traffic.sent") else f"{value or 0:.6g}"
-    return "-" if value is None else str(value)
-
-
-def _layout_rows(side: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return rows of groups and stages, and the place of the first and the last rank of a layout."""
-    rows = []
-    for name, groups in side["groups"].items():
-        shown = [f"[{ranks_text(group)}]" for group in groups[:3]]
-        if len(groups) > 3:
-            shown.append("...")
-        rows.append((name, f"{len(groups)} of {len(groups[0])}: {' '.join(shown)}"))
-    stages = ((f"stage {number}", layers) for number, layers in enumerate(side.get("layers", ())) if layers)
-    rows += [(stage, f"layers {layers[0]}-{layers[-1]} ({len(layers)})") for stage, layers in stages]
-    for place in (side["ranks"][0], side["ranks"][-1]):
-        rows.append((f"rank {place['rank']}", _figure_text({k: v for k, v in place.items() if k != "rank"}, "")))
-    return rows
-
-
-def memory_rows(memory: dict[str, Any]) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
-    """Return title, columns and rows of a table: the peak of each phase on the worst rank, the followed order first."""
-    hbm = memory["hbm_bytes"]
-    orders = sorted(memory["orders"], key=lambda order: order["order"] != memory["followed"])
-
-    def against_die(size_bytes: int) -> str:
-        return size_text(size_bytes) + (_OVER_LIMIT if hbm is not None and size_bytes > hbm else "")
-
-    rows = []
-    for number, phase in enumerate(orders[0]["phases"]):
-        peaks = [against_die(order["phases"][number]["peak_bytes"]) for order in orders]
-        rows.append((phase["phase"], *peaks, _figure_text(phase["bytes"], "bytes")))
-    limit = f"a die has {size_text(hbm)}" if hbm else "the KV cache is not modelled on this platform"
-    rows.append(("highest", *(against_die(order["peak_bytes"]) for order in orders), limit))
-    beside = "; those of the swapped optimizer come on top" if memory["swapped"] else ""
-    for name, key in (("from host", "to_device_bytes"), ("to host", "to_host_bytes")):
-        copied = f"copied in a step, worst rank{beside}"
-        rows.append((name, *(size_text(order[key]["max"]) for order in orders), copied))
-    rows.append(("empty_cache", *(str(order["empty_cache_calls"]) for order in orders), "calls in a step"))
-    title = f"memory by phase (modelled), at the peak of the worst rank; this run follows {memory['followed']}"
-    names = (order["order"].replace(", ", ",\n") for order in orders)
-    return title, ("phase", *names, "memory groups, in the first order"), rows
+def _value_text(value: Any, key: str) -> str:
+    """Return a value of plain data as text; its key says whether it is a size in bytes."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_value_text(each, f'{key}.{name}')}" for name, each in value.items())
+    if isinstance(value, list | tuple):
+        items = [
+            f"[{_value_text(each, key)}]" if isinstance(each, list | tuple) else _value_text(each, key)
+            for each in value
+        ]
+        return ", ".join(items if len(items) <= SHOWN_ITEMS else [*items[:SHOWN_ITEMS], f"... ({len(items)})"])
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return "-" if value is None else str(value)
+    if "bytes" in key and value >= 1e6:
+        return size_text(value)
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -14,7 +14,6 @@ from verl_patches import catalog
 from verl_patches.cli.live import print_run_state
 from verl_patches.cli.output import Json, print_json, print_table, print_text
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.heartbeat.heartbeat import ranks_text
 from verl_patches.patching.boot import install_prelude
 from verl_patches.patching.contract import installed_root
 from verl_patches.patching.engine import Engine
@@ -30,7 +29,6 @@ SwitchesOption = Annotated[str | None, typer.Option("--switches", help="Value us
 _NO_ROLE = "not in this catalogue"  # for a row in the record of another version
 _WRONG_STATES = frozenset({"drifted", "unsupported", "failed", "overridden"})  # states of rows that need attention
 WATCHED_HELP = "A run's folder, or the name of one in outputs/ of this repository: show what it does now."
-WATCH_HELP = "Refresh until the run ends; Ctrl-C ends only the display."
 RUN_HELP = "A run's folder, or the name of one in outputs/ of this repository: show the recorded states of its rows."
 
 
@@ -59,7 +57,6 @@ def current_switches(switches: str | None) -> Switches:
 def status_command(
     watched: Annotated[Path | None, typer.Argument(metavar="[RUN]", help=WATCHED_HELP)] = None,
     run: Annotated[Path | None, typer.Option("--run", help=RUN_HELP)] = None,
-    watch: Annotated[bool, typer.Option("--watch", help=WATCH_HELP)] = False,
     switches: SwitchesOption = None,
     as_json: Json = False,
 ) -> None:
@@ -67,14 +64,12 @@ def status_command(
 
     Without a run no row is applied: it is "waiting" if a run with these switches would apply it, else "off".
     """
-    if watch and (watched is None or as_json):
-        raise ConfigError("status: --watch needs a RUN, such as `status smoke --watch`, and cannot print --json")
     if watched is not None:
         if run is not None or switches is not None:
             raise ConfigError(
                 f"status: expected RUN ({watched}) alone for its progress, or --run RUN for its rows, or --switches"
             )
-        print_run_state(watched, watch, as_json)
+        print_run_state(watched, as_json)
     if run is not None:
         _print_recorded_rows(run, as_json)
     engine = build_engine(switches)
@@ -137,18 +132,12 @@ def _states_by_row(rows: Iterable[Mapping[str, str]]) -> list[dict[str, Any]]:
 
 
 def _states_text(states: Mapping[str, str]) -> str:
-    """Return {process: state} as text, such as "controller: active, workers 0-255: active"."""
-    texts, ranks = [], dict[str, list[int]]()
+    """Return {process: state} as text, such as "active: 257 processes"."""
+    processes: dict[str, list[str]] = {}
     for process, state in states.items():
-        kind, _, rank = process.partition(" ")
-        if kind == "worker" and rank.isdecimal():
-            ranks.setdefault(state, []).append(int(rank))
-        else:
-            texts.append(f"{process}: {state}")
-    for state, numbers in ranks.items():
-        kind = "workers" if len(numbers) > 1 else "worker"
-        texts.append(f"{kind} {ranks_text(numbers)}: {state}")
-    return ", ".join(texts)
+        processes.setdefault(state, []).append(process)
+    texts = {state: names[0] if len(names) == 1 else f"{len(names)} processes" for state, names in processes.items()}
+    return ", ".join(f"{state}: {text}" for state, text in texts.items())
 
 
 def digest_command(switches: SwitchesOption = None, as_json: Json = False) -> None:

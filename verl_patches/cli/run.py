@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import time
@@ -30,7 +29,6 @@ from verl_patches.cli.output import (
 from verl_patches.errors import INTERRUPTION_PREFIX, Check, ConfigError, RecipeError, our_command, require_checks
 from verl_patches.launch import launcher, ray_cluster, smoke
 from verl_patches.launch.bringup.bringup import MEASURED
-from verl_patches.launch.restart import last_step_is_saved
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import PATCHES_VAR, parse_switches, switched_off_text
 from verl_patches.plan.memory_plan import with_planned_keys
@@ -52,41 +50,34 @@ from verl_patches.step.replay.recording import recorded_lengths
 from verl_patches.trainer.record import STEP_PREFIX
 from verl_patches.upstream.checkouts import find_trees, require_trees, require_verl_version
 from verl_patches.upstream.modified import refuse_modified
-from verl_patches.upstream.support import refused_keys
 from verl_patches.values import printable
 from verl_patches.weights.run_folders import checkpoint_chain, find_start, require_start
 
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Any further Hydra overrides.")]
 CONFIG_HELP = "A file of configs/, such as deepseekv3_256die_true_weight."
 ConfigName = Annotated[str, typer.Option(help=CONFIG_HELP)]
-VerlPath = Annotated[Path | None, typer.Option(help="A verl checkout; default: the installed one.")]
 REPLAY_HELP = "Train on the responses that another run recorded: its name, its folder, or the rollouts in it."
 DRY_RUN_HELP = "Check and print everything; start and write nothing."
 UPSTREAM_HELP = "Folder with the clones of scripts/fetch_upstream.sh, for line a3."
 STAGE_REPEAT_S = 15.0
+_SIDES = "train", "rollout"
 EXPERT_LOAD_STEPS = 10  # last steps of a run that its expert load is taken from
 WIDE_HELP = "Show all columns of the step table: also the other phases, the weight sync and the dispatch."
 Wide = Annotated[bool, typer.Option("--wide", help=WIDE_HELP)]
 EMULATE_HELP = "Platform npu_emulated: vLLM's engine V1 with vllm-ascend, on an emulated device."
 Upstream = Annotated[Path | None, typer.Option("--upstream", help=UPSTREAM_HELP)]
-SEARCH_HELP = (
-    "List the fastest layouts for the config's model and batch on --dies; on Atlas A2 those with least traffic."
-)
-DIES_HELP = "With --search: dies in whole nodes, up to 1024; default: the config's."
+SEARCH_HELP = "List the fastest layouts on --dies (on Atlas A2 by traffic)."
+DIES_HELP = "With --search: dies; default: the config's."
 TOP_HELP = "With --search: number of layouts."
-PROMPT_HELP = "Mean tokens of a prompt; default: the published run's."
-RESPONSE_HELP = "Mean tokens of responses that end by themselves, before truncation."
-LENGTHS_HELP = "A run whose recorded response lengths replace the assumed ones."
-LOAD_HELP = "A run with recipe.expert_load=true, whose measured load of experts replaces an even one."
-MEASURED_HELP = "measured.json of a bring-up, whose figures replace quoted and assumed ones."
-DISK_HELP = (
-    "GB/s of the file system with weights and checkpoints, over all nodes, or a run: that of its slowest save; "
-    f"default: measured, or {DISK_GB_S:g}."
-)
-PLOT_HELP = "Draw the memory of the fullest die over the phases of a step."
-WHOLE_HELP = "Print every check, rank, patch row, environment variable and command of the plan too."
+PROMPT_HELP = "Mean tokens of a prompt."
+RESPONSE_HELP = "Mean tokens of responses before truncation."
+LENGTHS_HELP = "A run whose recorded lengths are used."
+LOAD_HELP = "A run whose measured load of experts is used."
+MEASURED_HELP = "measured.json of a bring-up."
+DISK_HELP = f"GB/s of the disks of all nodes; default: measured, or {DISK_GB_S:g}."
+PLOT_HELP = "Draw the memory of the fullest die over a step."
+WHOLE_HELP = "Print every check, row, variable and command too."
 Whole = Annotated[bool, typer.Option("--all", help=WHOLE_HELP)]
-SYNC_HELP = "Backend by which DP ranks synchronise in a decode step: hccl or gloo."
 
 
 def _refuse_old_layout(value: str | None) -> None:
@@ -153,7 +144,6 @@ def train_command(
     config_name: ConfigName,
     overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help=DRY_RUN_HELP)] = False,
-    verl_path: VerlPath = None,
     upstream: Upstream = None,
     wide: Wide = False,
     whole: Whole = False,
@@ -163,7 +153,7 @@ def train_command(
 
     A check that refuses the start is wrong input, exit code 2; with --dry-run it is what was asked for, exit code 1.
     """
-    overrides, trees = overrides or [], find_trees(upstream, verl_path)
+    overrides, trees = overrides or [], find_trees(upstream)
     if dry_run:
         report_plan(config_name, overrides, trees, Workload(), as_json, whole)
     run = compose_run(config_name, overrides, trees)
@@ -204,7 +194,6 @@ def _require_startable(run: RunSpec) -> str:
         require_loggers(run.verl.trainer.logger, os.environ)
     run_folder.require_start(run)
     require_checks(RULES.checks(run))
-    _refuse_planned_keys(run)
     return switched_off_text(run.switches.switched_off(platform_rows(run.platform)))
 
 
@@ -216,12 +205,10 @@ def plan_command(
     top: Annotated[int, typer.Option(min=1, max=20, help=TOP_HELP)] = 5,
     prompt_tokens: Annotated[float | None, typer.Option(help=PROMPT_HELP)] = None,
     response_tokens: Annotated[float | None, typer.Option(help=RESPONSE_HELP)] = None,
-    dp_sync: Annotated[str, typer.Option(help=SYNC_HELP)] = "hccl",
     lengths: Annotated[Path | None, typer.Option(metavar="RUN", help=LENGTHS_HELP)] = None,
     expert_load: Annotated[Path | None, typer.Option(metavar="RUN", help=LOAD_HELP)] = None,
-    disk_gb_s: Annotated[str | None, typer.Option(metavar="NUMBER|RUN", help=DISK_HELP)] = None,
+    disk_gb_s: Annotated[float | None, typer.Option(help=DISK_HELP)] = None,
     measured: Annotated[Path | None, typer.Option(metavar="FILE", help=MEASURED_HELP)] = None,
-    verl_path: VerlPath = None,
     upstream: Upstream = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help=PLOT_HELP)] = None,
     whole: Whole = False,
@@ -231,10 +218,10 @@ def plan_command(
 
     The exit code is 1 if a check refuses the start.
     """
-    overrides, trees = overrides or [], find_trees(upstream, verl_path)
+    overrides, trees = overrides or [], find_trees(upstream)
     found = {} if measured is None else _read_measured(measured)
-    rate = disk_gb_s or str(found.get("disk_gb_s") or DISK_GB_S)
-    workload = Workload(prompt_tokens, response_tokens, dp_sync, disk_gb_s=_disk_rate(rate))
+    rate = found.get("disk_gb_s") or DISK_GB_S if disk_gb_s is None else disk_gb_s
+    workload = Workload(prompt_tokens, response_tokens, disk_gb_s=rate)
     workload = replace(workload, measured=found.get("constants", {}))
     if lengths is not None:
         recorded = recorded_lengths(str(find_start(lengths, output_root())))
@@ -289,8 +276,8 @@ def report_plan(
     try:
         run = compose_run(config_name, overrides, trees)
         require_trees(run)
-        other = _other_level(run, config_name, overrides, trees)
         rows = platform_rows(run.platform)
+        other = _other_level(run, config_name, overrides, trees)
         plan = build_plan(run, RULES.checks(run), config_name, overrides, rows, workload, other)
     except LayoutError as error:
         run, plan = None, plan_without_layout(error, config_name, trees, overrides, workload)
@@ -333,22 +320,11 @@ def search_layouts(
 def _read_measured(path: Path) -> dict[str, Any]:
     """Return the content of a bring-up's measured.json; raise ConfigError for any other file."""
     found = read_object(path) if path.is_file() else {}
-    constants, rate = found.get("constants", []), found.get("disk_gb_s")
+    constants = found.get("constants")
     names = {field.name for field in fields(Constants)}
-    fine = isinstance(constants, dict) and constants.keys() <= names and isinstance(rate, float | None)
-    if not fine or not all(isinstance(value, float) and 0 < value < math.inf for value in constants.values()):
+    if not isinstance(constants, dict) or not constants.keys() <= names:
         raise ConfigError(f"--measured {path}: expected {MEASURED} of a bring-up, found another file, or none")
     return found
-
-
-def _disk_rate(given: str) -> float:
-    """Return a number of GB/s, or the rate of the slowest save of a run."""
-    with suppress(ValueError):
-        return float(given)
-    saves = read_summary(find_start(Path(given), output_root())).get("checkpoints")
-    if not saves:
-        raise ConfigError(f"--disk-gb-s {given}: expected a number, or a run that saved checkpoints, found none in it")
-    return min(save["bytes"] / save["complete_s"] / 1e9 for save in saves)
 
 
 def _expert_loads(run: Path) -> tuple[float, float]:
@@ -356,19 +332,12 @@ def _expert_loads(run: Path) -> tuple[float, float]:
 
     Raise ConfigError where the run has none.
     """
-    loads: dict[str, list[float]] = {"train": [], "rollout": []}
-    for step in read_summary(find_start(run, output_root())).get("steps", [])[-EXPERT_LOAD_STEPS:]:
-        record = step.get("expert_load") or {}
-        for side, values in loads.items():
-            if load := (record.get(side) or {}).get("ranks_over_mean"):
-                values.append(load)
-    train, rollout = loads["train"], loads["rollout"]
-    if not train or not all(0 < load < math.inf for load in train + rollout):
-        raise ConfigError(
-            f"--expert-load {run}: expected numbers in expert_load.train.ranks_over_mean of the steps of its "
-            f"summary.json, found {train + rollout or 'none'}; give a run with recipe.expert_load=true"
-        )
-    return fmean(train), fmean(rollout or train)  # rollout is counted on npu only
+    steps = read_summary(find_start(run, output_root())).get("steps", [])[-EXPERT_LOAD_STEPS:]
+    records = [step["expert_load"] for step in steps if step.get("expert_load")]
+    loads = [load for each in records if (load := (each["train"] or {}).get("ranks_over_mean"))]
+    if not loads:
+        raise ConfigError(f"--expert-load {run}: no step of it has a load; give a run with recipe.expert_load=true")
+    return fmean(loads), fmean(loads)
 
 
 def _print_layouts(answer: dict[str, Any], option: Sequence[str], overrides: list[str]) -> None:
@@ -404,16 +373,6 @@ def _file_checks(run: RunSpec) -> Iterator[Check]:
     run = with_required_files(run)
     for rule in RULES.files:
         yield from rule(run)
-
-
-def _refuse_planned_keys(run: RunSpec) -> None:
-    """Refuse keys that the line cannot act on, because the run would differ from its configuration."""
-    planned = [entry.key for entry, _ in refused_keys(run) if entry.planned]
-    if planned:
-        raise ConfigError(
-            f"line {run.line} cannot act on {', '.join(planned)}, as the catalogue has no rows for them; the run is "
-            "not started. Remove the keys, or plan the run with --dry-run"
-        )
 
 
 @contextmanager
@@ -453,9 +412,9 @@ def _report_outcome(outcome: launcher.Outcome, run: RunSpec, as_json: bool, off:
     if as_json:
         typer.echo((outcome.folder / "summary.json").read_text())
     elif outcome.code == 0:
-        peak = outcome.peak_pss_bytes.get("total", 0) / 2**30
+        peak = outcome.peak_rss_bytes.get("total", 0) / 2**30
         typer.echo(
-            f"ok in {outcome.wall_s:.0f} s, peak memory {peak:.1f} GiB (PSS of all processes); "
+            f"ok in {outcome.wall_s:.0f} s, peak memory {peak:.1f} GiB (RSS of all processes); "
             f"results in {outcome.folder}" + (f"; {off}" if off else "")
         )
         if proof := smoke.PROOF_TEXTS.get(f"{run.line} {run.platform}"):
@@ -490,8 +449,6 @@ def _resume_advice(run: RunSpec, record: Path) -> list[str]:
         if run.verl.trainer.resume_mode == "resume_path" and not read_object(record / SUMMARY_FILE).get("checkpoints"):
             return [f"no checkpoint was saved: the same command resumes from {run.verl.trainer.resume_from_path} again"]
         checkpoint = checkpoint_chain(require_start(record)).newest()
-        if last_step_is_saved(run, record):
-            return [f"newest complete checkpoint: {checkpoint}, of the last step: all steps are done and saved"]
     except (ConfigError, OSError) as error:  # a ConfigError says what to go on from instead
         return [str(error)]
     if checkpoint is None:

@@ -1,15 +1,14 @@
-"""Define the commands `weights convert`, `weights export`, `weights verify` and `weights show`."""
+"""Define the commands `weights convert`, `weights export` and `weights verify`."""
 
 from __future__ import annotations
 
-import math
 import time
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
-from verl_patches.cli.output import Json, print_json, print_table, progress_bar
+from verl_patches.cli.output import Json, print_json, progress_bar
 from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.run.compose import output_root
@@ -21,30 +20,23 @@ from verl_patches.weights.manifest import (
     folder_problems,
     has_manifest,
     holds_critic_alone,
-    model_digest,
     read_manifest,
 )
 from verl_patches.weights.megatron import crc_problems
-from verl_patches.weights.plan import FILE_BYTES, ConversionPlan, conversion_costs, plan_conversion
+from verl_patches.weights.plan import plan_conversion
 from verl_patches.weights.run_folders import checkpoint_chain, find_start, require_start
 from verl_patches.weights.source import INDEX, Source, open_source
 
 GB = 1e9
 LAYOUT_HELP = 'Write Megatron\'s checkpoint for this layout, such as "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7".'
 LINE_HELP = "The Megatron whose parameters are used: a3 (MindSpeed-LLM) or pypi."
-DTYPE_HELP = "bf16, fp8 (with --hf) or keep; default: bf16 of a source in FP8, else keep."
+DTYPE_HELP = "bf16 or keep; default: bf16 of a source in FP8, else keep."
 EXPORT_HELP = "A run (its newest checkpoint), a checkpoint, or a folder of Megatron's checkpoint."
-SPLIT_HELP = "Split of experts, if the Megatron folder has no record: tp_extend_ep (whole) or etp (each cut over TP)."
 PROCESSES_HELP = "Files that are written at a time; default: one per core, fewer if memory is short."
-FILE_HELP = "Largest size of a HF file, in GB."
 
-app = typer.Typer(no_args_is_help=True, help="Convert, export, verify and show weights on disk.")
+app = typer.Typer(no_args_is_help=True, help="Convert, export and verify weights on disk.")
 Folder = Annotated[Path, typer.Argument(help="A HF folder, a Megatron folder or a checkpoint.", show_default=False)]
-
-
-Split = Annotated[Literal["tp_extend_ep", "etp"] | None, typer.Option("--expert-split", help=SPLIT_HELP)]
 Processes = Annotated[int | None, typer.Option(help=PROCESSES_HELP, min=1)]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print bytes, memory and time (modelled); write nothing.")]
 
 
 @app.command("convert")
@@ -54,11 +46,8 @@ def convert_command(
     layout: Annotated[str | None, typer.Option(help=LAYOUT_HELP)] = None,
     hf: Annotated[bool, typer.Option("--hf", help="Write a HF folder.")] = False,
     line: Annotated[Literal["a3", "pypi"], typer.Option(help=LINE_HELP)] = "a3",
-    dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
-    file_gb: Annotated[float, typer.Option(help=FILE_HELP)] = FILE_BYTES / GB,
-    expert_split: Split = None,
+    dtype: Annotated[Literal["bf16", "keep"] | None, typer.Option(help=DTYPE_HELP)] = None,
     processes: Processes = None,
-    dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
     """Convert weights between a HF folder (bf16 or FP8) and Megatron's checkpoint.
@@ -68,35 +57,21 @@ def convert_command(
     start = time.perf_counter()
     if hf == (layout is not None):
         raise ConfigError("weights convert: expected one of --hf and --layout TEXT, found both or neither")
-    if not 0 < file_gb < math.inf:
-        raise ConfigError(f"weights convert: --file-gb {file_gb}: expected a finite number above 0")
-    opened = open_source(source, only_plan=dry_run, expert_split=expert_split)
-    to_layout = None if layout is None else parse_layout(layout)
-    plan = plan_conversion(opened, to_layout, dtype, int(file_gb * GB), line)
-    result = _plan_summary(plan) | conversion_costs(plan)
-    if dry_run:
-        result["planning_s"] = round(time.perf_counter() - start, 2)
-        if as_json:
-            print_json(result)
-        else:
-            _print_plan(result, destination)
-        return
+    opened = open_source(source)
+    plan = plan_conversion(opened, None if layout is None else parse_layout(layout), dtype, line=line)
     from verl_patches.weights.convert import convert  # imports torch
 
-    with progress_bar("convert", result["write_bytes"]) as advance:
+    with progress_bar("convert", sum(file.size_bytes for file in plan.files)) as advance:
         done = convert(plan, destination, processes, advance)
-    result = _plan_summary(plan) | done._asdict() | {"seconds": round(time.perf_counter() - start, 1)}
+    seconds, left_out = round(time.perf_counter() - start, 1), len(opened.left_out)
     if as_json:
-        print_json(result)
+        facts = {"source": str(opened.folder), "layout": layout, "dtype": plan.dtype, "left_out": left_out}
+        print_json(facts | done._asdict() | {"seconds": seconds})
         return
-    left_out = (
-        f"; left out: {len(opened.left_out)} tensors of multi-token prediction or of rotary frequencies"
-        if opened.left_out
-        else ""
-    )
     typer.echo(
         f"{destination}: {done.written} files written, {done.kept} kept; {done.read_bytes / GB:.3f} GB read, "
-        f"{done.write_bytes / GB:.3f} GB written in {result['seconds']} s{left_out}"
+        f"{done.write_bytes / GB:.3f} GB written in {seconds} s; {left_out} tensors of multi-token prediction or of "
+        "rotary frequencies left out"
     )
 
 
@@ -104,18 +79,13 @@ def convert_command(
 def export_command(
     source: Annotated[Path, typer.Argument(metavar="CKPT", help=EXPORT_HELP)],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="A new folder, or an unfinished one to continue.")],
-    fp8: Annotated[bool, typer.Option("--fp8", help="Write FP8 with block scales.")] = False,
-    expert_split: Split = None,
     processes: Processes = None,
-    dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
     """Write the weights of a checkpoint or of a Megatron folder as a HF folder, as `convert --hf` does."""
     if not has_manifest(source) and not (source / TRACKER).is_file():
         source = _newest_checkpoint(source)
-    dtype = "fp8" if fp8 else None
-    options = {"expert_split": expert_split, "processes": processes, "dry_run": dry_run, "as_json": as_json}
-    convert_command(source, destination, hf=True, dtype=dtype, **options)
+    convert_command(source, destination, hf=True, processes=processes, as_json=as_json)
 
 
 def _newest_checkpoint(path: Path) -> Path:
@@ -128,36 +98,12 @@ def _newest_checkpoint(path: Path) -> Path:
     return newest
 
 
-def _plan_summary(plan: ConversionPlan) -> dict[str, Any]:
-    source, names = plan.source, [file.name for file in plan.files]
-    return {
-        "source": str(source.folder),
-        "from": f"{source.kind}, {_source_dtypes(source)}",
-        "to": f"{plan.kind}, {plan.dtype}",
-        "layout": None if plan.layout is None else str(plan.layout),
-        "tensors": len(source.tensors),
-        "left_out": len(source.left_out),
-        "files": len([*names, *plan.texts, *plan.copies]),
-    }
-
-
 def _source_dtypes(source: Source) -> str:
     return "/".join(sorted({tensor.dtype for tensor in source.tensors.values()}))
 
 
-def _print_plan(result: dict[str, Any], destination: Path) -> None:
-    low, high = (f"{seconds / 60:.1f}" for seconds in result["seconds_modelled"])
-    typer.echo(
-        f"{result['source']} ({result['from']}) to {destination} ({result['to']}): {result['tensors']} tensors, "
-        f"{result['left_out']} left out; {result['weight_files']} files, {result['read_bytes'] / GB:.2f} GB read, "
-        f"{result['write_bytes'] / GB:.2f} GB written; modelled: {low} to {high} minutes, "
-        f"{result['host_bytes_of_a_process_modelled'] / GB:.2f} GB of host memory for each process; planned in "
-        f"{result['planning_s']} s; nothing was written"
-    )
-
-
 @app.command("verify")
-def verify_command(folder: Folder, expert_split: Split = None, as_json: Json = False) -> None:
+def verify_command(folder: Folder, as_json: Json = False) -> None:
     """Check every byte of a checkpoint or a Megatron folder; a HF folder, without checksums, by headers and index."""
     start = time.perf_counter()
     if not folder.is_dir():
@@ -190,68 +136,20 @@ def verify_command(folder: Folder, expert_split: Split = None, as_json: Json = F
         checked = "names, shapes, sizes, and the CRC-32 of every record"
     else:
         checked = f"names, shapes, sizes and {INDEX}; a HF folder has no checksums"
+    contents = list[str]()
     if not problems:
         try:
             for each in opened:
-                open_source(each, expert_split=expert_split)
+                source = open_source(each)
+                contents.append(f"{source.kind}, {len(source.tensors)} tensors in {_source_dtypes(source)}")
         except ConfigError as error:
             problems = [str(error)]
     seconds = round(time.perf_counter() - start, 1)
     if as_json:
-        print_json({"folder": str(folder), "checked": checked, "problems": problems, "seconds": seconds})
+        result = {"contents": contents, "checked": checked, "problems": problems, "seconds": seconds}
+        print_json({"folder": str(folder), **result})
     else:
         for problem in problems:
             typer.echo(f"problem: {problem}")
-        typer.echo(f"{folder}: {len(problems)} problems; checked: {checked}; {seconds} s")
+        typer.echo(f"{folder}: {'; '.join(contents)}; {len(problems)} problems; checked: {checked}; {seconds} s")
     raise typer.Exit(1 if problems else 0)
-
-
-@app.command("show")
-def show_command(
-    folder: Folder,
-    tensor: Annotated[str | None, typer.Option(help="A HF name: print the places of its parts.")] = None,
-    expert_split: Split = None,
-    as_json: Json = False,
-) -> None:
-    """Print what a folder of weights holds, without reading the weights."""
-    source = open_source(folder, expert_split=expert_split)
-    if tensor is not None and tensor not in source.tensors:
-        raise ConfigError(f"{folder}: holds no tensor {tensor!r}; expected a name such as {next(iter(source.tensors))}")
-    result = _folder_contents(folder, source) if tensor is None else _tensor_places(source, tensor)
-    if as_json:
-        print_json(result)
-        return
-    files = result.pop("files", [])
-    print_table(str(folder), ("", ""), [(key.replace("_", " "), str(value)) for key, value in result.items()])
-    if files:
-        print_table("files", tuple(files[0]), [tuple(map(str, file.values())) for file in files])
-
-
-def _folder_contents(folder: Path, source: Source) -> dict[str, Any]:
-    head = {"kind": source.kind, "layout": source.layout, "model": model_digest(source.inventory.model)[:12]}
-    if has_manifest(folder):
-        head |= {name: getattr(read_manifest(folder), name) for name in ("layout", "dtype", "facts")}
-    else:
-        head["checksums"] = "CRC-32 of each record" if source.layout else "none"
-    model, sizes = source.inventory.model, dict[str, int]()
-    for tensor in source.tensors.values():
-        for part in tensor.parts:
-            sizes[part.file] = sizes.get(part.file, 0) + 1
-    return {
-        **head,
-        "layers": model.num_hidden_layers,
-        "experts": model.n_routed_experts,
-        "parameters": sum(parameter.count for parameter in source.inventory.parameters),
-        "stored_in": _source_dtypes(source),
-        "tensors": len(source.tensors),
-        "left_out": len(source.left_out),
-        "files": [{"file": f, "parts": n, "bytes": (folder / f).stat().st_size} for f, n in sorted(sizes.items())],
-    }
-
-
-def _tensor_places(source: Source, name: str) -> dict[str, Any]:
-    tensor = source.tensors[name]
-    parts = [{"region": str(p.region), "file": p.file, "offset": p.offset} for p in tensor.parts]
-    if tensor.scale:
-        parts.append({"region": str(tensor.scale.region), "file": tensor.scale.file, "offset": tensor.scale.offset})
-    return {"tensor": name, "dtype": tensor.dtype, "shape": list(tensor.shape), "files": parts}

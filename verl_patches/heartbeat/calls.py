@@ -1,43 +1,27 @@
-"""Record the controller's calls to this worker: the start of each, and the one that is running now.
-
-A worker records its wall clock when a dispatched method starts, after its arguments were fetched. Starts on different
-nodes can be compared as exactly as the clocks of the nodes agree (NTP: milliseconds).
-"""
+"""Record which of the controller's calls this worker is running now."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from verl_patches.current import Current
 from verl_patches.heartbeat import heartbeat
 from verl_patches.layout.phases import VALIDATE
 
-# (method, seconds since the epoch) of this process; bounded, because a trainer may never take them
-recent_starts: Current[deque[tuple[str, float]]] = Current(deque(maxlen=4096))
 _thread = threading.local()  # `running` while the thread is inside a dispatched method
 
 
-def take_starts() -> list[tuple[str, float]]:
-    """Return and clear (method, seconds since the epoch) of each call since the last take_starts(), in order."""
-    taken = list(recent_starts.value)
-    recent_starts.value.clear()
-    return taken
-
-
-def record_starts(register: Callable) -> Callable:
-    """Wrap verl's `register` so that methods record their start, unless another dispatched method calls them.
+def record_calls(register: Callable) -> Callable:
+    """Wrap verl's `register` so that methods mark the heartbeat, unless another dispatched method calls them.
 
     Not recorded: coroutines and DIRECT_ROLLOUT_METHOD, which vLLM's executor calls at every token.
     """
 
     @functools.wraps(register)
-    def with_starts(*args: Any, **kwargs: Any) -> Callable:
+    def with_marks(*args: Any, **kwargs: Any) -> Callable:
         from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch
 
         decorate = register(*args, **kwargs)
@@ -50,28 +34,27 @@ def record_starts(register: Callable) -> Callable:
 
         return decorate_recorded
 
-    return with_starts
+    return with_marks
 
 
 def _record_on_call(method: Callable) -> Callable:
     @functools.wraps(method)
-    def start(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         return record_and_call(method, args, kwargs)
 
-    return start
+    return call
 
 
 def record_and_call(method: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Record the start of a dispatched method and call it.
+    """Call a dispatched method, which the heartbeat shows meanwhile.
 
-    This is a module-level function because Ray pickles worker classes by value, which must not refer to a deque or
-    lock.
+    This is a module-level function because Ray pickles worker classes by value, which must not refer to a thread's
+    state.
     """
     if getattr(_thread, "running", False):
         return method(*args, **kwargs)
     cls: Any = type(args[0]) if args else None  # Any: mypy does not accept a class as Hashable
     name = _method_name(method, cls)
-    recent_starts.value.append((name, time.time()))
     _thread.running = True
     try:
         with heartbeat.current_heartbeat().in_call(VALIDATE if _is_validation(name, args) else name):

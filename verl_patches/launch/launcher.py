@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import tempfile
@@ -32,7 +31,7 @@ from verl_patches.run.record.plots import memory_figure, run_figure, save_figure
 from verl_patches.run.record.record import SUMMARY_FILE, read_object, read_summary
 from verl_patches.run.run_folder import lock_run, make_start_folder
 from verl_patches.run.run_start import driver_run, next_start
-from verl_patches.shared_files import GrowingFile, lock_file
+from verl_patches.shared_files import GrowingFile
 from verl_patches.spec import NextStart, RunSpec
 from verl_patches.trainer.record import Progress, write_json
 from verl_patches.upstream.checkouts import head_commit
@@ -42,15 +41,13 @@ POLL_S, MEMORY_S, END_S = 0.2, 1.0, 5.0
 TIMED_OUT = 124  # as timeout(1)
 SOCKET_PATH_BYTES = 107
 _RAY_SOCKET = f"/{environment.RAY_FOLDER}/session_2025-01-01_00-00-00_000000_0000000/sockets/plasma_store"
-_TEMP_PREFIX = "vr-"  # "vp-" was the prefix of launchers that held their folder by another kind of lock
-_OWNER_FILE = "owner"  # file in a run's temporary folder, whose lock its launcher holds
+_TEMP_PREFIX = "vr-"
 _LOG_END_BYTES = 256 << 10
 _RAY_LOG_BYTES = 4 << 20  # kept of the end of each of Ray's log files
 _RAY_LINE_PREFIX = re.compile(r"^\([^()]*pid=\d+[^()]*\)\s?")
 _COLOUR_CODE = re.compile(r"\x1b\[[0-9;]*m")
 _WATCH_ERROR = re.compile(r"(?:\w+\.)*(?:LostNodeError|StallError):")
 _TRACEBACK_HEADER = "Traceback (most recent call last):"
-_GROUP_MARGIN = re.compile(r"^\s+[+|](?: (?:Exception Group (?=Traceback))?|$|(?=-))")  # of an ExceptionGroup's lines
 _RAY_FRAMES = re.compile(r"\bray::\S")  # in a line before the frames of a remote process
 _FRAME = re.compile(r'\s*File "')
 _ERROR_LINE = re.compile(r"[^\W\d][^\s:()]*(?:\([\w.]+\))?(?:: |:?$)")
@@ -64,7 +61,7 @@ class Outcome:
     reason: str
     folder: Path
     wall_s: float
-    peak_pss_bytes: dict[str, int] = field(default_factory=dict)
+    peak_rss_bytes: dict[str, int] = field(default_factory=dict)
 
 
 def run(
@@ -108,7 +105,7 @@ def _run_start(
         Progress(folder).say(line)
     progress, again = _LineReader(folder / "progress.log", on_line), None
     code, reason = _run_driver(run, watch, progress, run_began)
-    if reason is not None and restarts.allows_restart(code, reason, folder):
+    if reason is not None and restarts.allows_restart(code, reason):
         try:
             again = next_start(restarts.base_run)
             Progress(folder).say(f"| {restarts.record_failure(code, reason, folder)}")
@@ -254,37 +251,14 @@ class _LineReader:
 @contextmanager
 def short_temp_dir() -> Iterator[Path]:
     """Yield a folder for a run's sockets and temporary files; a socket's path may have 107 bytes."""
-    parent = _short_parent_folder()
-    _remove_abandoned_folders(parent)
-    temp = Path(tempfile.mkdtemp(prefix=_TEMP_PREFIX, dir=parent))
-    try:
-        with lock_file(temp / f".{_OWNER_FILE}"):
-            # renamed once it is locked: other launchers never see it unlocked while this one lives
-            (temp / f".{_OWNER_FILE}").rename(temp / _OWNER_FILE)
-            yield temp
-    finally:
-        shutil.rmtree(temp, ignore_errors=True)
+    with tempfile.TemporaryDirectory("", _TEMP_PREFIX, _short_parent_folder(), ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
-def _short_parent_folder() -> Path:
-    for parent in (tempfile.gettempdir(), "/tmp"):
-        longest = len(os.fsencode(parent)) + len(f"/{_TEMP_PREFIX}xxxxxxxx") + len(_RAY_SOCKET)
-        if longest <= SOCKET_PATH_BYTES and os.access(parent, os.W_OK):
-            return Path(parent)
-    raise ConfigError(
-        f"TMPDIR: expected a writable folder whose path leaves room for Ray's sockets ({SOCKET_PATH_BYTES} bytes in "
-        f"all), found {tempfile.gettempdir()}, and /tmp cannot be used either. Set TMPDIR to a folder with a short path"
-    )
-
-
-def _remove_abandoned_folders(parent: Path) -> None:
-    """Remove temporary folders whose launcher was killed: nobody on any host holds the lock of their owner file."""
-    for owner in parent.glob(f"{_TEMP_PREFIX}*/{_OWNER_FILE}"):
-        try:
-            with lock_file(owner):
-                shutil.rmtree(owner.parent, ignore_errors=True)
-        except OSError:  # locked, of another user, or gone
-            continue
+def _short_parent_folder() -> str:
+    """Return the folder for temporary files, or /tmp where its path leaves no room for Ray's sockets."""
+    longest = len(os.fsencode(tempfile.gettempdir())) + len(f"/{_TEMP_PREFIX}xxxxxxxx") + len(_RAY_SOCKET)
+    return tempfile.gettempdir() if longest <= SOCKET_PATH_BYTES else "/tmp"
 
 
 def _summary_head(run: RunSpec) -> dict[str, Any]:
@@ -316,12 +290,10 @@ def _last_traceback(lines: Sequence[str]) -> tuple[str, str] | None:
     """Return (exception with its message, frames) of the last traceback in the lines of one process; None without one.
 
     An exception's name is known by its place, the first line after the frames. That of Ray's RayTaskError begins the
-    frames of the remote process, whose exception follows. Of an ExceptionGroup it is the last of its exceptions.
+    frames of the remote process, whose exception follows.
     """
     found, frames = None, list[str]()
     inside = False
-    if any("Exception Group Traceback" in line for line in lines):
-        lines = [_GROUP_MARGIN.sub("", line) for line in lines]
     for number, line in enumerate(lines):
         if line == _TRACEBACK_HEADER:
             frames, inside = [], True
@@ -398,6 +370,6 @@ def write_summary(
         reason = f"the driver exited with {code}; driver.log has no traceback and ends with: {last}"
     minimal: dict[str, Any] = {"versions": {}, "steps": [], "logprob_delta": None, "patches": []}
     # not the driver's, which may have ended before it wrote them
-    known = {"resumed_step": head["resumed_step"], "peak_pss_bytes": peaks, "exit": reason}
+    known = {"resumed_step": head["resumed_step"], "peak_rss_bytes": peaks, "exit": reason}
     write_json(folder / "summary.json", {**head, **minimal, **summary, **known})
     return code, reason

@@ -13,7 +13,6 @@ from omegaconf import OmegaConf
 from verl_patches.errors import ConfigError, RecipeError, our_command
 from verl_patches.plan.memory_plan import DEVICE_FOLDER, object_store_bytes
 from verl_patches.platform import NO_DEVICE
-from verl_patches.processes import port_holder
 from verl_patches.run import ray_nodes
 from verl_patches.run.environment import worker_environment
 from verl_patches.run.files import recorded_bytes
@@ -81,16 +80,7 @@ def ask_nodes(request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
 
 
 def require_nodes(run: RunSpec) -> None:
-    """Refuse a run whose Ray could not be joined or started.
-
-    Either no Ray answers, or its nodes lack resources, or recipe.ray_port is taken on this machine.
-    """
-    port = run.recipe.ray_port
-    if port is not None and (holder := port_holder(port, ("127.0.0.1", ""))):
-        raise ConfigError(
-            f"recipe.ray_port is {port}, which is taken on this machine by {holder}; nothing was started. Give another "
-            "port, or null to use any free port"
-        )
+    """Refuse a run whose Ray could not be joined or started: no Ray answers, or its nodes lack resources."""
     if run.recipe.ray_address is not None:
         check_nodes(run, list_nodes(run.recipe.ray_address))
     elif run.verl.trainer.nnodes > 1:

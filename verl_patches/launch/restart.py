@@ -14,13 +14,10 @@ from typing import Any
 
 from verl_patches.errors import ConfigError
 from verl_patches.launch.ray_cluster import list_nodes, nodes_with_devices
-from verl_patches.launch.supervise.watcher import COLLECTIVE_FAULT, RECORD_FILE, fault_kind
-from verl_patches.run.files import total_steps
+from verl_patches.launch.supervise.watcher import RECORD_FILE, is_collective_error, is_device_error
 from verl_patches.run.record.record import read_object
 from verl_patches.run.resolve import changed_run
 from verl_patches.spec import RunSpec
-from verl_patches.trainer.record import NOW_FILE
-from verl_patches.weights.run_folders import checkpoint_chain, require_start
 
 _FINAL_REASON = re.compile(  # reasons after which another start would fail in the same way, or is not wanted
     r"^interrupted by|^still running after"
@@ -35,23 +32,8 @@ _RETRYABLE_REASON = re.compile(  # reasons after which another start may go well
 
 def is_retryable(reason: str) -> bool:
     """Return whether another try may succeed: processes, nodes and connections fail by chance, settings do not."""
-    return bool(_RETRYABLE_REASON.search(reason) or fault_kind(reason)) and not _FINAL_REASON.search(reason)
-
-
-def last_step_is_saved(run: RunSpec, folder: Path) -> bool:
-    """Return whether the run has a checkpoint of its last step, so that another start has nothing to do.
-
-    folder: that of its newest start.
-    """
-    doing = {}
-    with suppress(ConfigError):  # a damaged checkpoint
-        doing = read_object(folder / NOW_FILE)
-    total = doing.get("steps") or total_steps(run)
-    try:
-        saved = checkpoint_chain(require_start(folder)).checkpoints()
-    except OSError:  # a failing disk; the search for the next start's checkpoint reports it
-        return False
-    return total is not None and max(saved, default=0) >= total
+    by_chance = _RETRYABLE_REASON.search(reason) or is_device_error(reason) or is_collective_error(reason)
+    return bool(by_chance) and not _FINAL_REASON.search(reason)
 
 
 class Restarts:
@@ -67,36 +49,19 @@ class Restarts:
         """Return the run of the next start: the given one, without faulty nodes."""
         return changed_run(self.base_run, {"recipe.restart.exclude_nodes": list(self._left_out_nodes)})
 
-    def allows_restart(self, code: int, reason: str | None, folder: Path) -> bool:
-        """Return whether there is another start after the one in `folder`, which ended with `code` for `reason`."""
-        if not code or reason is None or len(self.records) >= self._max_restarts or not is_retryable(reason):
-            return False
-        return not last_step_is_saved(self.base_run, folder)
+    def allows_restart(self, code: int, reason: str | None) -> bool:
+        """Return whether there is another start after one that ended with `code` for `reason`."""
+        return bool(code and reason) and len(self.records) < self._max_restarts and is_retryable(reason or "")
 
     def record_failure(self, code: int, reason: str, folder: Path) -> str:
         """Record the start in `folder`, which failed, and return the message for the next one."""
-        culprits, raised = self._culprits(folder)
-        left_out = self._leave_out_nodes(self._faulty_culprits(culprits, raised))
+        culprits = []  # those that the watch recorded
+        with suppress(ConfigError):
+            culprits = read_object(folder / RECORD_FILE).get("culprits", [])
+        left_out = self._leave_out_nodes(culprits)
         record = {"start": folder.name, "reason": reason, "exit_code": code, "culprits": culprits}
         self.records.append({**record, "left_out": left_out})
         return f"restart {len(self.records)} of {self._max_restarts}, from the newest checkpoint{left_out}: {reason}"
-
-    def _culprits(self, folder: Path) -> tuple[list[dict[str, Any]], str | None]:
-        """Return the failed start's culprits, and the kind of error that they raised, where the watch recorded them."""
-        if self.base_run.recipe.watch.action == "report":
-            return [], None  # the record may be of an earlier stall, which the run survived
-        try:
-            record = read_object(folder / RECORD_FILE)
-            return list(record["culprits"]), record.get("raised")
-        except (ConfigError, KeyError, TypeError):
-            return [], None
-
-    def _faulty_culprits(self, culprits: Sequence[dict[str, Any]], raised: str | None) -> Sequence[dict[str, Any]]:
-        """Return the culprits on faulty nodes; of a failed collective those whose node the start before named too."""
-        if raised != COLLECTIVE_FAULT:
-            return culprits
-        before = {culprit.get("node") for culprit in self.records[-1]["culprits"]} if self.records else set()
-        return [culprit for culprit in culprits if culprit.get("node") in before]
 
     def _leave_out_nodes(self, culprits: Sequence[dict[str, Any]]) -> str:
         """Leave the culprits' nodes out of the next start where enough others exist; return what the message adds."""

@@ -101,11 +101,6 @@ class SmokeOptions:
         check_choice("layout", self.chosen_name("layout"), CONFIGS_DIR / "layout" / self.line)
         if self.emulate_npu and self.line != "a3":
             raise ConfigError(f"--emulate-npu with --line {self.line}: expected --line a3, the only line for NPUs")
-        if self.learn and self.replay_rollout:
-            raise ConfigError(
-                f"--learn with --replay-rollout {self.replay_rollout}: expected one of the two, as recorded responses "
-                "do not change and nothing would be learnt"
-            )
 
 
 def smoke_overrides(options: SmokeOptions, inputs: Sequence[str] = ()) -> list[str]:

@@ -95,13 +95,9 @@ def balanced_layers(model: ModelShape, stages: int) -> list[int]:
 def layer_flops(model: ModelShape, moe: bool, tokens: float, length: float) -> float:
     """Return the FLOPs of a forward pass of one layer over `tokens` of sequences of `length` tokens."""
     active = layer_sizes(model, moe, "vllm").active(model.num_experts_per_tok if moe else 0)
-    return 2 * active * tokens + score_flops(model, tokens, length)
-
-
-def score_flops(model: ModelShape, tokens: float, length: float) -> float:
-    """Return the FLOPs of one layer's causal attention scores and weighted values, over half of the square."""
     width = model.qk_nope_head_dim + model.qk_rope_head_dim + model.v_head_dim
-    return tokens * length * model.num_attention_heads * width
+    # causal attention scores and weighted values are over half of the square
+    return 2 * active * tokens + tokens * length * model.num_attention_heads * width
 
 
 def forward_flops(model: ModelShape, tokens: float, length: float) -> float:

@@ -67,11 +67,15 @@ _VLLM = Library(_DOWN_PROJECTIONS, vocabulary_multiple=64, bias_in_model_dtype=T
 _SHARED_EXPERT = frozenset({"shared_expert_gate", "shared_expert_up", "shared_expert_down"})
 LIBRARIES: dict[str, Library] = {
     "megatron-local": Library(),
-    "megatron-te": Library(),
     "mindspeed": Library(_DOWN_PROJECTIONS),
     "vllm": _VLLM,
     "vllm-ascend": replace(_VLLM, whole=_DOWN_PROJECTIONS | _SHARED_EXPERT),
 }
+
+
+def train_library(line: str) -> str:
+    """Return the key of LIBRARIES of a line's training."""
+    return "mindspeed" if line == "a3" else "megatron-local"
 
 
 class Shard(NamedTuple):

@@ -13,13 +13,13 @@ worker/memory.py does for checkpoints).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from verl_patches.errors import RecipeError
-from verl_patches.memory.counters import note_copy, note_host_allocation, record_move
+from verl_patches.memory.counters import note_host_allocation, note_move
 from verl_patches.memory.schedule import ACTOR
 
 # torch's allocator of pinned memory rounds each piece up to a power of two (ATen/core/CachingHostAllocator.h)
@@ -27,10 +27,7 @@ PIECE_BYTES, _ALIGN_BYTES = 512 << 20, 512
 
 
 class HostBackedStorage:
-    """Hold the storage of `tensor`, which is on the device or offloaded to the host; `name` is for messages.
-
-    Raises RecipeError if the storage has less memory than its tensor needs.
-    """
+    """Hold the storage of `tensor`, which is on the device or offloaded to the host; `name` is for messages."""
 
     def __init__(self, name: str, tensor: torch.Tensor):
         self.name, self.device = name, tensor.device
@@ -38,26 +35,15 @@ class HostBackedStorage:
         self.size_bytes = self.storage.nbytes()
         self.host: list[torch.Tensor] = []
         self.offloaded = False
-        needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size() if tensor.is_contiguous() else 1
-        if tensor.numel() and self.size_bytes < needed:
-            raise RecipeError(
-                f"offload: {name}: expected a storage of at least {needed:,} bytes, found {self.size_bytes:,}: "
-                "other code has resized it"
-            )
 
     def check(self, tensor: torch.Tensor) -> None:
         """Raise RecipeError unless `tensor` lies in this storage, and the storage has the size that was set here."""
         storage, expected = tensor.untyped_storage(), 0 if self.offloaded else self.size_bytes
-        if storage._cdata != self.storage._cdata:
+        if storage._cdata != self.storage._cdata or storage.nbytes() != expected:
+            which = "its original" if storage._cdata == self.storage._cdata else "another"
             raise RecipeError(
-                f"offload: {self.name}: expected its original storage of {self.size_bytes:,} bytes, "
-                f"found another one of {storage.nbytes():,} bytes on {storage.device}: other code has replaced it"
-            )
-        if storage.nbytes() != expected:
-            state = "which is offloaded" if self.offloaded else "which is on the device"
-            raise RecipeError(
-                f"offload: {self.name}, {state}: expected a storage of {expected:,} bytes, found "
-                f"{storage.nbytes():,}: other code has resized it"
+                f"offload: {self.name}: expected its original storage, of {expected:,} bytes, found {which} one, of "
+                f"{storage.nbytes():,} bytes on {storage.device}: other code has replaced or resized it"
             )
 
     def offload(self, copy: bool) -> None:
@@ -76,12 +62,12 @@ class HostBackedStorage:
         """Allocate the device memory and copy the contents from the host."""
         self.allocate()
         for device, host in self._piece_pairs():
-            _copy(device, host)
+            device.copy_(host, non_blocking=True)
 
     def copy_to_host(self) -> None:
         """Copy the contents to the host memory, which must exist, and keep them on the device too."""
         for device, host in self._piece_pairs():
-            _copy(host, device)
+            host.copy_(device, non_blocking=True)
 
     def host_tensor(
         self, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], offset: int
@@ -146,11 +132,6 @@ def synchronise(storages: Iterable[HostBackedStorage]) -> None:
         getattr(torch, device.type).current_stream(device).synchronize()
 
 
-def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
-    to.copy_(source, non_blocking=True)
-    note_copy(source.numel())
-
-
 def _make_host_memory(storages: list[HostBackedStorage]) -> None:
     """Allocate the host memory of `storages` in pieces: small storages share one, a large one takes several.
 
@@ -176,8 +157,7 @@ def _aligned_bytes(size_bytes: int) -> int:
 
 
 def _allocate(size_bytes: int, device: Any) -> torch.Tensor:
-    if size_bytes:
-        note_host_allocation(size_bytes)
+    note_host_allocation(size_bytes)
     # a CPU has one memory, and under platform cpu torch.cuda is only emulated
     return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=bool(size_bytes) and device.type != "cpu")
 
@@ -222,14 +202,10 @@ class ModelOffloadState:
         return [(f"{name}.grad_data", buffer.grad_data) for name, buffer in self.buffers.items()]
 
     def _checked_params(self) -> Iterable[HostBackedStorage]:
-        for name, tensor in self._param_tensors():
-            self.params[name].check(tensor)
-        return self.params.values()
+        return _checked(self.params, self._param_tensors())
 
     def _checked_grads(self) -> Iterable[HostBackedStorage]:
-        for name, tensor in self._grad_tensors():
-            self.grads[name].check(tensor)
-        return self.grads.values()
+        return _checked(self.grads, self._grad_tensors())
 
     def _note_current_host_copy(self) -> None:
         self.written = False
@@ -242,9 +218,9 @@ class ModelOffloadState:
 
     def load_params(self) -> None:
         """Load the parameters for reading only."""
-        with record_move("load", self.group) as moved:
-            moved.bytes = load_storages(self._checked_params())
-        if moved.bytes:
+        loaded = load_storages(self._checked_params())
+        note_move("load", self.group, loaded)
+        if loaded:
             self._note_current_host_copy()
 
     def offload_params(self) -> None:
@@ -252,8 +228,7 @@ class ModelOffloadState:
         params = self._checked_params()
         self._refuse_unknown_writes()
         written, self.written = self.written, False
-        with record_move("offload" if written else "free", self.group) as moved:
-            moved.bytes = offload_storages(params, copy=written)
+        note_move("offload" if written else "free", self.group, offload_storages(params, copy=written))
 
     def copy_params_to_host(self) -> int:
         """Update the host copy of the parameters and return its bytes; the next `offload_params` need not copy."""
@@ -266,20 +241,19 @@ class ModelOffloadState:
         """Allocate the gradients and set them to zero; from now on training may write to the parameters."""
         self.written = True
         offloaded = [storage for storage in self._checked_grads() if storage.offloaded]
-        with record_move("alloc", self.groups.grads) as moved, torch.no_grad():
+        with torch.no_grad():
             for storage in offloaded:
                 storage.allocate()
             for _, tensor in self._grad_tensors():
                 tensor.zero_()
-            moved.bytes = sum(storage.size_bytes for storage in offloaded)
+        note_move("alloc", self.groups.grads, sum(storage.size_bytes for storage in offloaded))
 
     def free_grads(self) -> None:
         """Free the gradients without a copy."""
         here = [storage for storage in self._checked_grads() if not storage.offloaded]
-        with record_move("free", self.groups.grads) as moved:
-            for storage in here:
-                storage.offload(copy=False)
-            moved.bytes = sum(storage.size_bytes for storage in here)
+        for storage in here:
+            storage.offload(copy=False)
+        note_move("free", self.groups.grads, sum(storage.size_bytes for storage in here))
 
     def _refuse_unknown_writes(self) -> None:
         """Raise RecipeError where a write changed a parameter's version; the file's docstring lists other writes."""
@@ -290,6 +264,14 @@ class ModelOffloadState:
                     "found one: the host copy is stale and the next load would undo the write; allocate gradients "
                     "(Grads.alloc) before writing"
                 )
+
+
+def _checked(
+    storages: Mapping[str, HostBackedStorage], tensors: Iterable[tuple[str, torch.Tensor]]
+) -> Iterable[HostBackedStorage]:
+    for name, tensor in tensors:
+        storages[name].check(tensor)
+    return storages.values()
 
 
 def model_offload_state(chunk: torch.nn.Module) -> ModelOffloadState:
@@ -312,19 +294,6 @@ class OptimizerOffloadState:
         self.mains = {id(main) for group in megatron.shard_fp32_from_float16_groups for main in group}
         self.storages: dict[str, HostBackedStorage] = {}
 
-    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, parameter) of the inner optimizer: main parameters, or fp32 parameters of the model."""
-        for number, group in enumerate(self.megatron.optimizer.param_groups):
-            yield from ((f"group {number}, parameter {i}", parameter) for i, parameter in enumerate(group["params"]))
-
-    def parameter_storages(self, name: str, parameter: torch.Tensor) -> list[HostBackedStorage]:
-        """Return the storages of one of `parameters`; raises RecipeError if other code replaced or resized one."""
-        owned = {"main": parameter} if id(parameter) in self.mains else {}
-        for key, state in self.megatron.optimizer.state.get(parameter, {}).items():
-            if isinstance(state, torch.Tensor) and state.dim():
-                owned[key] = state
-        return [self._storage(f"{name}, {key}", tensor) for key, tensor in owned.items()]
-
     def _storage(self, name: str, tensor: torch.Tensor) -> HostBackedStorage:
         known, storage = self.storages.get(name), tensor.untyped_storage()
         if known is None:
@@ -337,7 +306,15 @@ class OptimizerOffloadState:
         return self.storages[name]
 
     def _all_storages(self) -> list[HostBackedStorage]:
-        return [storage for pair in self.parameters() for storage in self.parameter_storages(*pair)]
+        """Return the present storages; raises RecipeError if other code replaced or resized one."""
+        found = []
+        for number, group in enumerate(self.megatron.optimizer.param_groups):
+            for i, parameter in enumerate(group["params"]):
+                owned = {"main": parameter} if id(parameter) in self.mains else {}
+                states = self.megatron.optimizer.state.get(parameter, {})
+                owned |= {key: state for key, state in states.items() if torch.is_tensor(state) and state.dim()}
+                found += [self._storage(f"group {number}, parameter {i}, {key}", t) for key, t in owned.items()]
+        return found
 
     @property
     def offloaded(self) -> bool:

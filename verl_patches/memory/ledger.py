@@ -24,16 +24,18 @@ class MemoryLedgerError(RecipeError):
 
 @dataclass
 class _Entry:
-    """Hold the state of one memory group; the first four fields are the arguments of `Ledger.register`.
+    """Hold the state of one memory group.
 
-    `full_bytes` is None until the group was first measured on the device. `may_be_resident`: for a group of
-    any size, whether it may be on the device, as the schedule has not released it since it was last expected there.
+    `full_bytes`: its bytes on the device; None takes the first measurement there. `partial_at_first`: it may hold less
+    until it has once held `full_bytes` (Adam's moments are made in the first step). `any_size`: any number of bytes is
+    accepted, also in phases that come again (REMAX generates twice), until the schedule releases it; `may_be_resident`:
+    whether such a group may be on the device, as the schedule has not released it since it was last expected there.
     """
 
     held_bytes: Callable[[], int]
-    full_bytes: int | None
-    partial_at_first: bool
-    any_size: bool
+    full_bytes: int | None = None
+    partial_at_first: bool = False
+    any_size: bool = False
     may_be_resident: bool = False
 
 
@@ -58,23 +60,9 @@ class Ledger:
     def __post_init__(self) -> None:
         self._expected = residency(self.schedule, self.unmoved_groups)
 
-    def register(
-        self,
-        group: str,
-        measure: Callable[[], int],
-        *,
-        full_bytes: int | None = None,
-        partial_at_first: bool = False,
-        any_size: bool = False,
-    ) -> None:
-        """Add a memory group to the ledger; `measure()` returns the bytes that it holds now.
-
-        `full_bytes`: its bytes on the device; None takes the first measurement there. `partial_at_first`: it may
-        hold less until it has once held `full_bytes` (Adam's moments are made in the first step). `any_size`: any
-        number of bytes is accepted, also in phases that come again (REMAX generates twice), until the schedule
-        releases it.
-        """
-        self._entries[group] = _Entry(measure, full_bytes, partial_at_first, any_size)
+    def register(self, group: str, measure: Callable[[], int], **options: Any) -> None:
+        """Add a memory group; `measure()` returns the bytes that it holds now; `options`: fields of `_Entry`."""
+        self._entries[group] = _Entry(measure, **options)
 
     def enter(self, phase: str) -> None:
         """Record and check the groups after the moves at `phase`'s entry; a strict ledger raises MemoryLedgerError."""
@@ -122,20 +110,10 @@ class Ledger:
         self._violations.append({"phase": phase, "group": group, "bytes": held, "expected_bytes": wanted})
         text = (
             f"memory ledger, rank {self.rank}, entering {phase}: {group} ({MEMORY_GROUPS[group]}) holds "
-            f"{held:,} bytes, expected {_bytes_text(wanted)}: {self._fault_reason(phase, group, there, held, wanted)}"
+            f"{held:,} bytes, expected {_bytes_text(wanted)} by schedule {self.schedule.name!r}"
         )
         log.warning(text)
         return text
-
-    def _fault_reason(self, phase: str, group: str, there: bool, held: int, wanted: int | None) -> str:
-        if there and wanted is not None and held > wanted:
-            return f"{held - wanted:,} bytes more than registered, allocated by other code since then"
-        if there:
-            expected = f"schedule {self.schedule.name!r} has it on the device in this phase"
-            return f"{expected}, but it was released or never loaded"
-        by = self.schedule.last_release(group, phase)
-        when = f"it should have been released {by}" if by else "no phase of the schedule releases it"
-        return f"schedule {self.schedule.name!r} does not have it on the device in this phase; {when}"
 
 
 def _bytes_text(size_bytes: int | None) -> str:
@@ -204,6 +182,5 @@ def violation_text(violations: dict[str, Any]) -> str:
     first = violations["first"][0]
     return (
         f"memory ledger: {violations['count']} violation(s), first: rank {first['rank']}, {first['phase']}: "
-        f"{first['group']} holds {first['bytes']:,} bytes, expected {_bytes_text(first['expected_bytes'])} "
-        "(driver.log names the move that should have released it)"
+        f"{first['group']} holds {first['bytes']:,} bytes, expected {_bytes_text(first['expected_bytes'])}"
     )

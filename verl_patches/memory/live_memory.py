@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from verl_patches.errors import RecipeError
@@ -66,66 +66,36 @@ def private_format(tensor: torch.Tensor) -> int | None:
 def write_faults(tensors: Mapping[str, torch.Tensor], writes: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     """Return a sentence for each fault of `tensors`: elements that are never written, or written more than once.
 
-    `writes`: (name of the written data, view of a storage). No data is read, so meta tensors serve too; the cost grows
-    with the contiguous runs of the views, not with their elements.
+    `writes`: (name of the written data, view of a storage, in the storage's dtype). No data is read: the writes to each
+    element are counted on the host, a byte an element of one storage at a time.
     """
-    by_storage: dict[int, list[tuple[str, np.ndarray]]] = {}
+    by_storage = defaultdict[int, list[tuple[str, torch.Tensor]]](list)
     for what, view in writes:
-        by_storage.setdefault(storage_id(view), []).append((what, _runs(view)))
+        by_storage[storage_id(view)].append((what, view))
     problems = []
     for name, tensor in tensors.items():
-        if not tensor.numel():
-            continue
+        views = by_storage[storage_id(tensor)]
+        counts = torch.zeros(tensor.untyped_storage().nbytes() // tensor.element_size(), dtype=torch.uint8)
+        for _, view in views:
+            _same_view(counts, view).add_(1)
+        found = _same_view(counts, tensor)
         expected = f"{name}: expected each of its {tensor.numel()} elements to be written once, found"
-        problems += [f"{expected} {fault}" for fault in _tensor_faults(tensor, by_storage.get(storage_id(tensor), ()))]
+        if (doubled := found > 1).any():
+            place = doubled.nonzero()[0].tolist()
+            names = []
+            for what, view in views:
+                _same_view(counts.zero_(), view).fill_(1)
+                names += [what] if found[tuple(place)] else []
+            problems.append(f"{expected} {place} written by {' and by '.join(names)}")
+            continue
+        if (missing := found == 0).any():
+            count, place = int(missing.sum()), missing.nonzero()[0].tolist()
+            problems.append(f"{expected} {count} not written, the first at {place}")
     return problems
 
 
-def _tensor_faults(tensor: torch.Tensor, writes: Sequence[tuple[str, np.ndarray]]) -> Iterable[str]:
-    """Yield a fault for elements of `tensor` that are written twice, and one for those that are never written."""
-    own, written = _runs(tensor), np.concatenate([np.empty((0, 2), dtype=np.int64), *(runs for _, runs in writes)])
-    bounds = np.unique(np.concatenate([own, written]))  # between two bounds no run begins or ends
-    inside, depth = _run_counts(bounds, own) > 0, _run_counts(bounds, written)
-    doubled, missing = inside & (depth > 1), inside & (depth == 0)
-    if doubled.any():
-        place = bounds[doubled.argmax()]
-        names = [what for what, runs in writes if ((runs[:, 0] <= place) & (place < runs[:, 1])).any()]
-        yield f"{_element_index(tensor, place)} written by {' and by '.join(names)}"
-    if missing.any():
-        count = int(np.diff(bounds)[missing].sum()) // tensor.element_size()
-        yield f"{count} not written, the first at {_element_index(tensor, bounds[missing.argmax()])}"
-
-
-def _run_counts(bounds: np.ndarray, runs: np.ndarray) -> np.ndarray:
-    """Return how many of `runs` contain each interval between two neighbouring `bounds`."""
-    changes: np.ndarray = np.zeros(len(bounds), dtype=np.int64)
-    np.add.at(changes, np.searchsorted(bounds, runs[:, 0]), 1)
-    np.subtract.at(changes, np.searchsorted(bounds, runs[:, 1]), 1)
-    return changes[:-1].cumsum()
-
-
-def _runs(view: torch.Tensor) -> np.ndarray:
-    """Return [start, stop) in bytes of each contiguous run of `view` in its storage: [runs, 2] in order of address."""
-    run = 1
-    starts: np.ndarray = np.zeros(1, dtype=np.int64)
-    steps = zip(view.stride(), view.shape, strict=True)
-    for stride, size in sorted((stride, size) for stride, size in steps if size > 1):
-        if len(starts) == 1 and stride == run:
-            run *= size
-        else:
-            starts = (np.arange(size)[:, None] * stride + starts).ravel()
-    bytes_each = view.element_size()
-    starts = np.sort(starts + view.storage_offset()) * bytes_each
-    return np.stack([starts, starts + run * bytes_each], axis=1)
-
-
-def _element_index(tensor: torch.Tensor, place: int) -> list[int]:
-    """Return the index in `tensor` of the element at byte `place` of the storage."""
-    left, index = int(place) // tensor.element_size() - tensor.storage_offset(), [0] * tensor.dim()
-    for dim in sorted(range(tensor.dim()), key=tensor.stride, reverse=True):
-        if tensor.shape[dim] > 1:
-            index[dim], left = divmod(left, tensor.stride(dim))
-    return index
+def _same_view(flat: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    return flat.as_strided(view.shape, view.stride(), view.storage_offset())
 
 
 # set by vllm.attention.backends.mla.common.MLACommonImpl.process_weights_after_loading, and by

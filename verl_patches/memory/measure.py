@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from verl_patches.memory.host_backed import single_optimizers
 
@@ -26,17 +27,8 @@ def held_bytes(tensors: Iterable[Any], device_type: str) -> int:
 
 
 def tensors_in(tensors: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield every tensor of nested lists and tuples, in order, without None."""
-    for tensor in tensors:
-        if isinstance(tensor, (list, tuple)):
-            yield from tensors_in(tensor)
-        elif tensor is not None:
-            yield tensor
-
-
-def ddp_buffers(chunks: Sequence[Any]) -> list[Any]:
-    """Return Megatron's buffers of a model in DDP, including those of routed experts."""
-    return [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    """Return every tensor of nested lists and tuples, in order, without None."""
+    return (tensor for tensor in tree_leaves(list(tensors)) if tensor is not None)
 
 
 def optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from verl_patches.memory.counters import record_move
+from verl_patches.memory.counters import note_move
 from verl_patches.memory.host_backed import (
     ModelOffloadState,
     model_offload_state,
@@ -99,8 +99,7 @@ class Optimizer:
 
     def _move(self, verb: str) -> None:
         states = [optimizer_offload_state(one) for one in single_optimizers(self._optimizer)]
-        with record_move(verb, self._group) as moved:
-            moved.bytes = sum(getattr(state, verb)() for state in states)
+        note_move(verb, self._group, sum(getattr(state, verb)() for state in states))
         synchronise(storage for state in states for storage in state.storages.values())
 
 

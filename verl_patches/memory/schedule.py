@@ -17,7 +17,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from verl_patches.recipe import Recipe
 from verl_patches.spec import RunSpec
 
 MEMORY_GROUPS = {
@@ -134,24 +133,6 @@ class Schedule:
         """Return whether `phase` offloads or frees `group`, before or after its work."""
         row = self.phase(phase)
         return any(move.group == group and move.verb in RELEASE_VERBS for move in (*row.enter, *row.leave))
-
-    def last_release(self, group: str, phase: str) -> str | None:
-        """Return the last release of `group` before `phase`'s work, such as "after update (offload)"; None without one.
-
-        A release in the step before counts too.
-        """
-        own = self.phase(phase)
-        at = self.phases.index(own)
-        moments = [("after", own, own.leave)]
-        for row in (*self.phases[at + 1 :], *self.phases[:at]):
-            if not row.rare:
-                moments += [("at the start of", row, row.enter), ("after", row, row.leave)]
-        moments.append(("at the start of", own, own.enter))
-        for when, row, moves in reversed(moments):
-            for move in moves:
-                if move.group == group and move.verb in RELEASE_VERBS:
-                    return f"{when} {row.name} ({move.verb})"
-        return None
 
 
 def _parse_moves(text: str) -> tuple[Move, ...]:
@@ -310,32 +291,18 @@ _VERL_54C9B736 = make_schedule(
 VERL_SCHEDULES = {"pypi": _VERL_0_4_0, "a3": _VERL_54C9B736}
 
 
-def vllm_sleep_schedule(copied: bool) -> Schedule:
-    """Return our schedule where vLLM's sleep mode moves the rollout weights, in memory outside torch's pool.
-
-    With `copied` they go to the host and back; otherwise weights that a weight sync writes are not copied
-    (memory/sleep_mode.py).
-    """
-    load, release = ("load", "offload") if copied else ("alloc", "free")
+def vllm_sleep_schedule() -> Schedule:
+    """Return our schedule where vLLM's sleep mode copies the rollout weights, in memory outside torch's pool."""
     changed = {
-        Move("alloc", "rollout_weights"): (Move("empty_cache"), Move(load, "rollout_weights")),
-        Move("free", "rollout_weights"): (Move(release, "rollout_weights"),),
+        Move("alloc", "rollout_weights"): (Move("empty_cache"), Move("load", "rollout_weights")),
+        Move("free", "rollout_weights"): (Move("offload", "rollout_weights"),),
     }
 
     def replaced(moves: tuple[Move, ...]) -> tuple[Move, ...]:
         return tuple(each for move in moves for each in changed.get(move, (move,)))
 
     phases = tuple(Phase(row.name, replaced(row.enter), replaced(row.leave)) for row in SCHEDULE.phases)
-    mode_text = "with vLLM's sleep mode" if copied else "addresses kept by vLLM"
-    return Schedule(f"{SCHEDULE.name}, {mode_text}", phases)
-
-
-def uses_vllm_sleep(rollout: Any, recipe: Recipe) -> bool:
-    """Return whether the engine of verl's `rollout` section uses vLLM's sleep mode, which keeps addresses of weights.
-
-    Captured graphs read from fixed addresses unless recipe.rollout.ascend.vllm_sleep_mode is false.
-    """
-    return not rollout.enforce_eager and recipe.rollout.ascend.vllm_sleep_mode
+    return Schedule(f"{SCHEDULE.name}, with vLLM's sleep mode", phases)
 
 
 def has_direct_sync(rows: Collection[str]) -> bool:
@@ -358,18 +325,15 @@ def schedule_for_run(
     CPU), where vLLM's sleep does not move the rollout weights. Without row memory.order the schedule is verl's own.
 
     Groups whose offload switch in verl is off stay on the device; verl frees gradients with the parameters and never
-    reads its grad_offload. Row memory.sleep_mode does not copy rollout weights that a direct sync writes. Without a
-    direct sync vLLM's sleep mode copies them, and our own leaves them on the device.
+    reads its grad_offload. Row memory.sleep_mode frees rollout weights that a direct sync writes, and leaves others on
+    the device; vLLM's sleep mode copies them.
     """
     synced = run.recipe.weight_sync.enabled and has_direct_sync(run.rows)
-    by_vllm = uses_vllm_sleep(section.rollout, run.recipe)
-    dropped = "memory.sleep_mode" in run.rows and (synced or not by_vllm)
+    dropped = "memory.sleep_mode" in run.rows
     if "memory.order" not in run.rows:
         schedule = VERL_SCHEDULES[run.line]
-    elif dropped and not by_vllm:
-        schedule = SCHEDULE
     else:
-        schedule = vllm_sleep_schedule(copied=not dropped)
+        schedule = SCHEDULE if dropped else vllm_sleep_schedule()
     unmoved_groups = groups_without_offload(section.actor.megatron, ACTOR)
     if critic is not None:
         unmoved_groups |= groups_without_offload(critic.megatron, CRITIC)

@@ -36,13 +36,9 @@ class Scheduler:
         """
         self._handlers |= {group: handler for group, handler in handlers.items() if group not in self._unmoved_groups}
 
-    def has_handler(self, group: str) -> bool:
-        """Return whether there is a handler for `group`."""
-        return group in self._handlers
-
-    def is_resident(self, group: str) -> bool:
-        """Return whether `group` is on the device now, by the schedule's moves."""
-        return group in self._resident
+    def offloaded_handlers(self, groups: Iterable[str]) -> list[Any]:
+        """Return the handlers of those of `groups` that are not on the device now, by the schedule's moves."""
+        return [self._handlers[group] for group in groups if group in self._handlers and group not in self._resident]
 
     def begin(self, phase: str, vllm_moves: Callable[[], Any] | None = None) -> None:
         """End the phase before, also after an error, then make the moves before the work of `phase`.

@@ -1,8 +1,9 @@
 """Free the weights and KV cache of verl's in-process vLLM engine between two rollouts (sleep and wake-up).
 
-`ResizeSleepMode` (enforce_eager=true, or recipe.rollout.ascend.vllm_sleep_mode=false) replaces vLLM's sleep mode. It
-resizes storages to 0 and back, without a copy to the host; tensors stay views of the same storages, at other addresses
-after wake-up. Graphs then read addresses at each call (row memory.graph_addresses).
+`SleepMode` (row memory.sleep_mode) replaces vLLM's sleep mode. It resizes storages to 0 and back, without a copy to the
+host; tensors stay views of the same storages, at other addresses after wake-up. Graphs then read addresses at each call
+(row memory.graph_addresses). With the row off vLLM's own sleep mode copies all weights to the host and back, at the
+addresses that graphs captured.
 - weights: parameters and MLA's absorbed projections. After wake-up their contents are undefined, and requests are
   refused until a weight sync has written them. They stay on the device if no sync replaces them: weights that the
   engine loaded itself until the first sync (load_format=dummy loads none), those of the only sync
@@ -12,12 +13,6 @@ after wake-up. Graphs then read addresses at each call (row memory.graph_address
 Buffers (rotary tables, expert maps) stay on the device, as does a weight that shares a buffer's memory or has a private
 NPU format, whose storage torch_npu does not resize (ResizeNpu.h).
 
-`CumemSleepMode` (graphs, recipe.rollout.ascend.vllm_sleep_mode=true) uses vLLM's sleep mode, with which memory comes
-back at the addresses that graphs captured (torchair: frozen_parameter, set by
-vllm_ascend.worker.model_runner_v1.NPUModelRunner._get_torchair_lazy_compiled_model), but does not copy weights that the
-next sync writes. vLLM's allocator releases segments of torch's allocator. A segment in which all tensors are such
-weights is released without a copy, as those of the KV cache are. All other segments are copied to the host.
-
 `require_freed_memory` ends the run where the driver's figures show that the memory is not free after sleep.
 """
 
@@ -25,8 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -45,16 +39,16 @@ MISSING_SHARE = 0.05
 
 
 class SleepMode:
-    """Track whether an engine's weights are loaded and valid.
+    """Put one engine, `llm`, to sleep and wake it up by resizing storages; both are idempotent.
 
     `loaded`: sleep must keep the weights until a sync reports that it wrote them (`mark_weights_written`), because the
     engine has loaded valid ones, or because no sync will report it.
     """
 
-    _asleep: Collection[str]  # those of TAGS that are asleep
-
-    def __init__(self, loaded: bool):
+    def __init__(self, llm: Any, loaded: bool = True):
+        self._llm = llm
         self._keep_weights, self._weights_invalid = loaded, False
+        self._asleep: dict[str, dict[str, HostBackedStorage]] = {}
 
     def mark_weights_written(self, last: bool = False) -> None:
         """Note that a weight sync has written every weight; after the `last` sync sleep must keep them."""
@@ -73,15 +67,6 @@ class SleepMode:
                 "enter verl's sharding manager before generate()"
             )
 
-
-class ResizeSleepMode(SleepMode):
-    """Put one engine, `llm`, to sleep and wake it up by resizing storages; both are idempotent."""
-
-    def __init__(self, llm: Any, loaded: bool = True):
-        super().__init__(loaded)
-        self._llm = llm
-        self._asleep: dict[str, dict[str, HostBackedStorage]] = {}
-
     def sleep(self, level: int = 1) -> None:
         """Reset the prefix cache and free the memory; `level` is vLLM's and is not used.
 
@@ -99,8 +84,6 @@ class ResizeSleepMode(SleepMode):
         for tag in [tag for tag in TAGS if tag in self._asleep and (tags is None or tag in tags)]:
             tensors = self._tensors(tag)
             for name, storage in self._asleep[tag].items():
-                if name not in tensors:
-                    raise RecipeError(f"rollout: wake_up(): {name}: expected the tensor that sleep() freed, found none")
                 storage.check(tensors[name])
             for storage in dict.fromkeys(self._asleep[tag].values()):
                 storage.allocate()
@@ -168,98 +151,6 @@ def all_weights(model: torch.nn.Module) -> Tensors:
     return weights
 
 
-_ALLOCATOR_MODULE = "vllm_ascend.device_allocator.camem"
-# our tag for pieces: sleep copies only those with vLLM's tag `weights`
-_NO_COPY_TAG = "weights that the next sync writes"
-
-
-class CumemSleepMode(SleepMode):
-    """Put one engine, `llm`, to sleep by vLLM's sleep mode, without its copy of weights that a weight sync writes.
-
-    Sleep and wake-up are idempotent. An engine of which only one tag is awake is woken fully before it sleeps, because
-    vLLM's executor would ignore the call.
-    """
-
-    def __init__(self, llm: Any, loaded: bool = True):
-        super().__init__(loaded)
-        self._llm = llm
-        self._sleep, self._wake_up = llm.llm_engine.sleep, llm.llm_engine.wake_up
-        self._asleep: set[str] = set()
-
-    def sleep(self, level: int = 1) -> None:
-        """Run vLLM's sleep of level 1; `level` is not used. Raises RecipeError if vLLM's allocator is not found.
-
-        Level 2 copies nothing, and vllm-ascend's worker does not keep the model's buffers by itself
-        (vllm_ascend.worker.worker_v1.NPUWorker.sleep, its PR 1376): the rotary tables would be lost, which no weight
-        sync writes.
-        """
-        if self._asleep == set(TAGS):
-            return
-        self.wake_up()
-        drop = not self._keep_weights
-        pieces: Mapping[int, Any] = {}
-        addresses: Collection[int] = ()
-        if drop:
-            pieces, addresses = _allocator().pointer_to_data, self._weight_segments()
-        self._asleep, self._weights_invalid = set(TAGS), drop  # set before: after an error the contents are unknown
-        with skip_copies(pieces, addresses):
-            self._sleep(1)
-
-    def wake_up(self, tags: list[str] | None = None) -> None:
-        """Run vLLM's wake-up of all or of vLLM's `tags`."""
-        wanted = [tag for tag in TAGS if tag in self._asleep and (tags is None or tag in tags)]
-        if wanted:
-            self._wake_up(wanted)
-            self._asleep -= set(wanted)
-
-    def _weight_segments(self) -> set[int]:
-        weights = freeable_weights(vllm_worker(self._llm).model_runner.model).values()
-        addresses = {weight.untyped_storage().data_ptr() for weight in weights}
-        return segments_within(_memory_snapshot(next(iter(weights)).device), addresses)
-
-
-def segments_within(snapshot: Iterable[Mapping[str, Any]], tensors: Collection[int]) -> set[int]:
-    """Return the addresses of the segments whose blocks in use all begin at an address in `tensors`.
-
-    `snapshot`: torch's memory_snapshot. A block that was freed but waits for a stream counts as in use.
-    """
-    return {
-        segment["address"]
-        for segment in snapshot
-        if {block["address"] for block in segment["blocks"] if block["state"] != "inactive"} <= set(tensors)
-    }
-
-
-@contextlib.contextmanager
-def skip_copies(pieces: Mapping[int, Any], addresses: Collection[int]) -> Iterator[None]:
-    """Exclude weights at `addresses` from sleep's copies in the code inside; `pieces`: {address: AllocationData}."""
-    weights = [piece for address, piece in pieces.items() if address in addresses and piece.tag == WEIGHTS]
-    for piece in weights:
-        piece.tag = _NO_COPY_TAG
-    try:
-        yield
-    finally:
-        for piece in weights:
-            piece.tag = WEIGHTS
-
-
-def _memory_snapshot(device: torch.device) -> Iterable[Mapping[str, Any]]:
-    module = torch.get_device_module(device.type)
-    module.synchronize()  # vLLM unmaps without waiting for the device; its copy, which would have waited, is left out
-    return module.memory_snapshot()
-
-
-def _allocator() -> Any:
-    allocator_class = getattr(sys.modules.get(_ALLOCATOR_MODULE), "CaMemAllocator", None)
-    allocator = getattr(allocator_class, "instance", None)
-    if allocator is None:
-        raise RecipeError(
-            f"rollout: sleep(): expected an instance of {_ALLOCATOR_MODULE}.CaMemAllocator, which vLLM's sleep mode "
-            "uses, found none: set recipe.patches=[-memory.sleep_mode]"
-        )
-    return allocator
-
-
 @contextlib.contextmanager
 def require_freed_memory(device: Any, held_bytes: Callable[[], dict[str, int]], by_vllm: bool) -> Iterator[None]:
     """Check that the device has more free memory after the code inside, which puts an engine to sleep.
@@ -277,7 +168,7 @@ def require_freed_memory(device: Any, held_bytes: Callable[[], dict[str, int]], 
     if not freed or free_after - free_before >= expected - MISSING_SHARE * freed:
         return
     conf = os.environ.get("PYTORCH_NPU_ALLOC_CONF")
-    todo = "set recipe.rollout.ascend.vllm_sleep_mode=false: vLLM's sleep mode may free nothing on several nodes"
+    todo = "switch row memory.sleep_mode on: vLLM's sleep mode may free nothing on several nodes"
     if not by_vllm:
         todo = (
             f"expected PYTORCH_NPU_ALLOC_CONF=expandable_segments:True, found {conf}: without expandable segments, "

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from verl_patches.errors import Check, ConfigError, config_error_text, divides, either
 from verl_patches.layout.inventory import ModelShape, first_layers, read_model_shape, size_differences
@@ -13,21 +12,10 @@ from verl_patches.layout.model_folder import config_mismatches, read_config
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.model.mindspeed.arguments import engine_settings
 from verl_patches.spec import A3, RunSpec
-from verl_patches.values import Count, Positive, value_faults
 
 _ACTOR = "actor_rollout_ref.actor.megatron"
 _PARALLEL_SIZES = "tensor_model pipeline_model virtual_pipeline_model context expert_model expert_tensor".split()
 _RECOMPUTE_KEYS = "granularity", "method", "num_layers"
-_HF_NUMBERS = {  # keys of config.json that training reads in addition to the sizes of layout/inventory.py
-    "rope_theta": Positive,
-    "rms_norm_eps": Positive,
-    "max_position_embeddings": Count,
-    "routed_scaling_factor": Positive | None,
-    "initializer_range": Positive | None,
-    "n_group": Count | None,
-    "topk_group": Count | None,
-    "rope_scaling": dict[str, Any] | None,
-}
 
 
 def model_checks(run: RunSpec) -> Iterator[Check]:
@@ -36,24 +24,14 @@ def model_checks(run: RunSpec) -> Iterator[Check]:
     A model with other values would train wrongly. Its sizes must equal those of recipe.model_shape.
     """
     model, hf = run.model, run.hf_config
-    faults = value_faults(_HF_NUMBERS, {key: hf.get(key) for key in _HF_NUMBERS})
-    if mismatches := config_mismatches(hf):
-        faults.append(mismatches)
-    if not hf.get("n_shared_experts"):
-        faults.append(f"n_shared_experts is {hf.get('n_shared_experts')!r}; expected at least 1")
-    experts, groups, chosen = (hf.get(key) for key in ("n_routed_experts", "n_group", "topk_group"))
-    if not faults and groups and chosen and (experts % groups or chosen > groups):
-        faults.append(f"n_group {groups} must divide {experts} experts, and topk_group {chosen} be at most n_group")
-    if not faults:
+    fault = config_mismatches(hf)
+    if not fault:
         try:
-            found = replace(read_model_shape(hf), torch_dtype=model.torch_dtype)
-            if mismatches := size_differences(found, model):
-                faults.append(mismatches)
+            fault = size_differences(replace(read_model_shape(hf), torch_dtype=model.torch_dtype), model)
         except ConfigError as error:
-            faults.append(str(error))
+            fault = str(error)
     where = "the model's config.json, changed by actor_rollout_ref.model.override_config.model_config"
-    detail = f"{'; '.join(faults)} ({where}): this model cannot be trained"
-    yield Check("model config", not faults, detail if faults else "a DeepSeek-V3 model")
+    yield either("model config", not fault, "a DeepSeek-V3 model", f"{fault} ({where}): this model cannot be trained")
 
 
 def train_checks(run: RunSpec) -> Iterator[Check]:

@@ -33,13 +33,10 @@ class Import:
 
 
 class SourceFile:
-    """Read one module of a tree, parsed on first use of its imports.
-
-    `parse_error` says why this Python cannot parse it.
-    """
+    """Read one module of a tree, parsed on first use of its imports."""
 
     def __init__(self, module: str, path: Path):
-        self.module, self.path, self.parse_error = module, path, ""
+        self.module, self.path = module, path
         self._text = path.read_bytes()
         self._imported: dict[bytes, set[bytes]] = {}  # {last part of a module, empty for `from . import`: names}
         for last_part, names in _FROM_IMPORT.findall(self._text):
@@ -55,8 +52,7 @@ class SourceFile:
     def _tree(self) -> ast.Module:
         try:
             return ast.parse(self._text, filename=str(self.path))
-        except (SyntaxError, ValueError) as error:  # this Python cannot import it either
-            self.parse_error = str(error)
+        except (SyntaxError, ValueError):  # this Python cannot import it either
             return ast.Module([], [])
 
     @cached_property

@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -236,10 +236,8 @@ class Engine:
         """Return the present (state, reason) of a row."""
         name = row.spec.target_module
         now = sys.modules.get(name)
-        if row.spec.is_module_stub and row.state == "active" and (provided := hooks.import_source(name)) != "ours":
-            if provided:
-                return "off", f"the installed package {name} is used instead of our stub"
-            return "overridden", f"sys.modules has a module {name} that is neither our stub nor an installed package"
+        if row.spec.is_module_stub and row.state == "active" and not hooks.is_stub(name):
+            return "off", f"the installed package {name} is used instead of our stub"
         if not row.in_place:
             missed = row.state == "waiting" and now is not None and not hooks.is_half_built(now)
             return row.state, "its module was imported without our hook; call apply() again" if missed else row.reason
@@ -276,8 +274,7 @@ class Engine:
         for entry in self.status():
             spec, state = self.specs[entry["id"]], entry["state"]
             waits = state == "waiting" and f"{spec.target_module}.".startswith(tuple(f"{name}." for name in unused))
-            stubbed = spec.is_module_stub and state == "off" and hooks.import_source(spec.target) == "package"
-            not_needed = waits or stubbed
+            not_needed = waits or (spec.is_module_stub and state == "off")
             if spec.id in self.wanted and process in spec.processes and state not in allowed and not not_needed:
                 bad.append(f"{spec.id} is {state} at {spec.target} ({entry['reason']})")
                 states.add(state)
@@ -291,12 +288,7 @@ class Engine:
         """Return all facts about one row as plain data; ConfigError for an unknown id, with the nearest ones."""
         from verl_patches.patching import fingerprint
 
-        if name not in self.specs:
-            raise ConfigError(
-                f"the catalogue has no row {name!r}{nearest_text(name, self.specs)}. "
-                f"`{our_command('status')}` lists them."
-            )
-        spec = self.specs[name]
+        spec = find_row(name, self.specs)
         entry = next(e for e in self.status() if e["id"] == name)
         return {
             **{key: sorted(value) if isinstance(value, frozenset) else value for key, value in vars(spec).items()},
@@ -333,6 +325,14 @@ class Engine:
 
         facts = [self.switches.line, self.switches.platform, self.switches.drift, self.intent()]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def find_row(name: str, specs: Mapping[str, PatchSpec]) -> PatchSpec:
+    """Return the row of this id; ConfigError for an unknown one, with the nearest ids."""
+    if name not in specs:
+        lists = f"`{our_command('status')}` lists them."
+        raise ConfigError(f"the catalogue has no row {name!r}{nearest_text(name, specs)}. {lists}")
+    return specs[name]
 
 
 process_engine: Current[Engine | None] = Current(None)  # set by the prelude's import, which Python runs once

@@ -3,7 +3,7 @@
 Sources are read from disk; nothing is imported. All definitions of a name count, in source order. For a method the
 headers of its classes count too: their decorators, bases and keywords, such as a metaclass, can change the method.
 Fields of the syntax tree are read by name and empty ones left out, so that fields which newer Python versions add
-(type_params and the like) change nothing; tests/patching/test_fingerprint.py compares Python versions.
+(type_params and the like) change nothing.
 """
 
 from __future__ import annotations
@@ -35,13 +35,6 @@ class Definition:
     module: str
     classes: tuple[ast.stmt, ...] = ()
 
-    def source_lines(self) -> list[str]:
-        """Return the lines of its classes' headers and its own, as they stand in the file."""
-        text = self.file.read_text(encoding="utf-8", errors="replace").split("\n")  # a form feed ends no line here
-        headers = [(each, _first_line(each.body[0])) for each in self.classes if isinstance(each, ast.ClassDef)]
-        ranges = [*headers, (self.node, (self.node.end_lineno or self.node.lineno) + 1)]
-        return [line for node, end in ranges for line in text[_first_line(node) - 1 : end - 1]]
-
 
 def fingerprint(place: str, root: Path | None = None) -> str:
     """Return 16 hex digits for "module:qualname", or NO_SOURCE if its package's Python text does not define that name.
@@ -55,11 +48,6 @@ def body_hash(found: Collection[Definition]) -> str:
     """Return 16 hex digits over all definitions of one name; NO_SOURCE without any."""
     texts = [[_tree_text(d.node), *(_tree_text(each, leave_out=("body",)) for each in d.classes)] for d in found]
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16] if texts else NO_SOURCE
-
-
-def source_lines(place: str, root: Path | None = None) -> list[str]:
-    """Return the lines of all definitions of "module:qualname"."""
-    return [line for definition in definitions(place, root) for line in definition.source_lines()]
 
 
 def current_hash(line: str, target: str) -> str:
@@ -92,8 +80,8 @@ def definitions(
         return []
     if read is not None:
         read[module] = path
-    stat, found = path.stat(), []
-    for *classes, node in _binding_paths(str(path), (stat.st_mtime_ns, stat.st_size), qualname):
+    found = []
+    for *classes, node in _binding_paths(path, qualname):
         if not isinstance(node, ast.ImportFrom):
             found.append(Definition(node, path, module, tuple(classes)))
             continue
@@ -109,7 +97,7 @@ def definitions(
 def review_command(row_id: str, line: str, upstream: str = "") -> str:
     """Return the command that records a reviewed change of a row's target; `upstream`: the folder of clones."""
     folder = ["--upstream", upstream] if upstream else []
-    return our_command("fingerprint", row_id, "--write", "--line", line, *folder)
+    return our_command("check", row_id, "--write", "--line", line, *folder)
 
 
 def import_origin(node: ast.ImportFrom, module: str, is_package: bool) -> str:
@@ -161,15 +149,10 @@ def source_file(module: str, root: Path | None = None) -> Path | None:
     return None
 
 
-def file_hash(path: Path) -> str:
-    """Return 16 hex digits over the bytes of a file, which is read again only if its time or size has changed."""
-    stat = path.stat()
-    return _cached_file_hash(str(path), (stat.st_mtime_ns, stat.st_size))
-
-
 @functools.lru_cache(maxsize=1024)
-def _cached_file_hash(path: str, _version: tuple[int, int]) -> str:
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+def file_hash(path: Path) -> str:
+    """Return 16 hex digits over the bytes of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def package_hash() -> str:
@@ -184,7 +167,7 @@ def reviewed_entries(line: str) -> dict[str, dict[str, Any]]:
 
     files: {module: hash of its file} of all modules that the fingerprint depends on.
     """
-    return _reviewed_table().get(line, {})
+    return _read_table(REVIEWED_FILE).get(line, {})
 
 
 def reviewed_hash(line: str, target: str) -> str | None:
@@ -192,20 +175,14 @@ def reviewed_hash(line: str, target: str) -> str | None:
     return reviewed_entries(line).get(target, {}).get("hash")
 
 
-def write_reviewed(
-    line: str, found: Mapping[str, str], whole: bool = False, files: Mapping[str, Mapping[str, str]] | None = None
-) -> list[str]:
-    """Record {target: its fingerprint} of one line, sorted, and return the targets whose entries were removed.
+def write_reviewed(line: str, found: Mapping[str, dict[str, Any]], whole: bool = False) -> list[str]:
+    """Record {target: {hash, files}} of one line, sorted, and return the targets whose entries were removed.
 
-    `files`: {target: `file_hashes`}, so that `current_hash` need not parse them. Entries of other lines stay, and
-    unless `found` is the `whole` line, those of other targets too.
+    Entries of other lines stay, and unless `found` is the `whole` line, those of other targets too.
     """
-    table = dict(_reviewed_table())
+    table = dict(_read_table(REVIEWED_FILE))
     gone = [target for target in reviewed_entries(line) if whole and target not in found]
-    entries = {
-        target: {"hash": digest, "files": dict((files or {}).get(target, {}))} for target, digest in found.items()
-    }
-    table[line] = {**({} if whole else reviewed_entries(line)), **entries}
+    table[line] = {**({} if whole else reviewed_entries(line)), **found}
     blocks = (
         f" {json.dumps(name)}: {{\n"
         + ",\n".join(f"  {json.dumps(target)}: {json.dumps(rows[target])}" for target in sorted(rows))
@@ -213,31 +190,25 @@ def write_reviewed(
         for name, rows in sorted(table.items())
     )
     REVIEWED_FILE.write_text("{\n" + ",\n".join(blocks) + "\n}\n")
+    _read_table.cache_clear()
     return gone
 
 
-def _reviewed_table() -> dict[str, dict[str, dict[str, Any]]]:
-    if not REVIEWED_FILE.is_file():
-        return {}
-    stat = REVIEWED_FILE.stat()
-    return _read_table(str(REVIEWED_FILE), (stat.st_mtime_ns, stat.st_size))
-
-
 @functools.lru_cache(maxsize=1)
-def _read_table(path: str, _version: tuple[int, int]) -> dict[str, dict[str, dict[str, Any]]]:
-    return json.loads(Path(path).read_text())
+def _read_table(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 @functools.lru_cache(maxsize=2)  # enough, as rows of a file are mostly neighbours; more trees slow garbage collection
-def _parse_file(path: str, _version: tuple[int, int]) -> ast.Module:
-    return ast.parse(Path(path).read_bytes(), filename=path)
+def _parse_file(path: Path) -> ast.Module:
+    return ast.parse(path.read_bytes(), filename=str(path))
 
 
 @functools.lru_cache(maxsize=512)
-def _binding_paths(path: str, version: tuple[int, int], qualname: str) -> tuple[tuple[ast.stmt, ...], ...]:
+def _binding_paths(path: Path, qualname: str) -> tuple[tuple[ast.stmt, ...], ...]:
     """Return (its classes ..., statement) of each binding of a qualname; a from-import of its class is one too."""
     first, *rest = qualname.split(".")
-    paths: list[tuple[ast.stmt, ...]] = [(node,) for node in _statements_binding(_parse_file(path, version), first)]
+    paths: list[tuple[ast.stmt, ...]] = [(node,) for node in _statements_binding(_parse_file(path), first)]
     for step in rest:
         paths = [(*outer, node) for outer in paths for node in _statements_binding(outer[-1], step)]
     return tuple(paths)
@@ -254,11 +225,6 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 DEFINITIONS = (*FUNCTIONS, ast.ClassDef)
 BLOCKS = (ast.stmt, ast.ExceptHandler, ast.match_case)  # nodes whose bodies may have statements such as definitions
 _IGNORED_FIELDS = ("ctx", "kind", "type_comment", "type_ignores")
-
-
-def _first_line(node: ast.stmt) -> int:
-    """Return the first line of a statement, its decorators included."""
-    return min([node.lineno, *(mark.lineno for mark in getattr(node, "decorator_list", ()))])
 
 
 def _tree_text(value: object, leave_out: Collection[str] = ()) -> str:

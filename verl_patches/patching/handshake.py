@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from typing import Any
 
 from verl_patches.errors import our_command
@@ -22,16 +21,10 @@ _SILENT_STATES = ("waiting", "active")
 def gather_proofs(group: Any) -> list[dict[str, Any]]:
     """Return the proof of every worker of verl's worker group, by rank (`prove_patches` of worker/recipe_worker.py).
 
-    A worker without a proof gets {rank, where, status: [], error}. PatchError where the group has no prove_patches.
+    A worker without a proof gets {rank, where, status: [], error}.
     """
     import ray
 
-    if not hasattr(group, "prove_patches"):
-        raise PatchError(
-            "the worker group has no method prove_patches, so the patches of its workers are unknown; expected workers "
-            "of verl's ActorRolloutRefWorker with row update.recipe_worker: remove -update.recipe_worker from "
-            "recipe.patches, or use verl's worker class"
-        )
     proofs, answers = [], group.prove_patches()  # references, so that one worker's error does not hide the others
     for rank, answer in enumerate(answers):
         try:
@@ -80,24 +73,4 @@ def require_same_patches(intent: dict[str, str], digest: str, workers: list[dict
             f"worker {worker['rank']} ({worker['where']}) has other patches than the controller: digest "
             f"{worker['digest'][:12]}, expected {digest[:12]}; different rows: {names}. Its VERL_PATCHES, its copy of "
             "verl_patches or its upstream packages differ from the controller's: make them equal on every node"
-        )
-
-
-def require_same_states(ids: Iterable[str], workers: list[dict[str, Any]]) -> None:
-    """Refuse rows of `ids` whose state differs between workers (PatchError); some workers may still be waiting."""
-    faults = []
-    for name in ids:
-        ranks: dict[str, list[str]] = {}
-        for worker in workers:
-            for row in worker["status"]:
-                if row["id"] == name and row["state"] != "waiting":
-                    ranks.setdefault(row["state"], []).append(str(worker["rank"]))
-        if len(ranks) > 1:
-            faults.append(f"{name}: " + "; ".join(f"{state} in {', '.join(of)}" for state, of in ranks.items()))
-    if faults:
-        raise PatchError(
-            "patches differ between workers (reasons in summary.json):\n  "
-            + "\n  ".join(faults)
-            + "\nTheir upstream packages differ: make them equal on every node, or "
-            "switch these rows off"
         )

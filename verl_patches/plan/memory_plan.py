@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from verl_patches.errors import Check, ConfigError
 from verl_patches.layout.inventory import Inventory, ModelShape, build_inventory
 from verl_patches.layout.parallel import ParallelLayout
-from verl_patches.memory.schedule import SCHEDULE, VERL_SCHEDULES, Schedule, has_direct_sync, schedule_for_run
+from verl_patches.memory.schedule import Schedule, has_direct_sync, schedule_for_run
 from verl_patches.plan.activations import UNBALANCED_RATIO, Passes, PerStage, engine_bytes, graph_bytes
 from verl_patches.plan.expected import (
     CONTEXT_BYTES,
@@ -58,14 +58,6 @@ _MICRO_BATCH_KEYS = {
     "old_log_prob": "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
     "rm_scores": "reward_model.micro_batch_size_per_gpu",
 }
-
-
-class HostNeed(NamedTuple):
-    """Hold the bytes of a node's host memory: what workers pin, their processes, and Ray's object store at its most."""
-
-    pinned: int
-    workers: int
-    object_store: int
 
 
 class RunMemory(NamedTuple):
@@ -111,34 +103,23 @@ def run_memory(run: RunSpec) -> RunMemory:
 
 
 def memory_plan(run: RunSpec, memory: RunMemory) -> dict[str, Any]:
-    """Return {modelled, hbm_bytes, followed, swapped, recompute_layers, orders, communicators, host, not_modelled}.
+    """Return {modelled, hbm_bytes, swapped, recompute_layers, communicators, host, not_modelled} and `memory_peaks`.
 
     Bytes are those of the worst rank. `recompute_layers`: a number for all stages or a list of one for each, None where
-    activations are not modelled.
-
-    An order is a Schedule: when a step moves which group. `orders` holds `expected.memory_peaks` for ours, for verl's
-    on this line with verl's own weight sync, and for the run's own, which `followed` names. Activations are counted on
-    line a3, HCCL's buffers and CANN's context on platform npu. `hbm_bytes` is the part of a die that a process sees,
-    None on other platforms, where the KV cache is not modelled. `host`, of the fullest node: {bytes: pinned by group,
-    pinned_bytes, workers_bytes, object_store_bytes (`HostNeed`), node_bytes: their sum, limit_bytes (`host_limit`)}.
-    Raise ConfigError where sizes do not divide.
+    activations are not modelled. Activations are counted on line a3, HCCL's buffers and CANN's context on platform npu.
+    `hbm_bytes` is the part of a die that a process sees, None on other platforms, where the KV cache is not modelled.
+    `host`: `node_host_bytes` and limit_bytes (`host_limit`). Raise ConfigError where sizes do not divide.
     """
-    npu, recipe, setting = run.platform == "npu", run.recipe, memory.setting
-    ours = replace(setting, bucket_bytes=recipe.reshard.bucket_bytes)
+    npu, setting, limit = run.platform == "npu", memory.setting, host_limit(run)
     layers = None if setting.passes is None else setting.passes.recompute_layers
-    compared = [(SCHEDULE, ours), (VERL_SCHEDULES[recipe.line], replace(ours, bucket_bytes=None))]
-    compared = [(order.for_run(run, run.has_critic), buffers) for order, buffers in compared]
-    if memory.schedule.name not in (order.name for order, _ in compared):
-        compared.append((memory.schedule, setting))
     return {
         "modelled": True,
         "hbm_bytes": run.hardware.seen_bytes if npu else None,
-        "followed": memory.schedule.name,
-        "orders": [memory_peaks(order, buffers, memory.unmoved_groups) for order, buffers in compared],
-        "swapped": recipe.train.swap_optimizer,
+        **memory_peaks(memory.schedule, setting, memory.unmoved_groups),
+        "swapped": run.recipe.train.swap_optimizer,
         "recompute_layers": layers if layers is None or isinstance(layers, int) else list(layers),
         "communicators": _communicators(run) if npu else [],
-        "host": _host_section(run, memory),
+        "host": node_host_bytes(run, limit) | {"limit_bytes": limit},
         "not_modelled": _unmodelled_parts(setting, npu),
     }
 
@@ -424,23 +405,36 @@ def cached_bytes(run: RunSpec) -> int:
     return 4 * data.train_batch_size * run.verl.actor_rollout_ref.rollout.n * tokens
 
 
-def node_host_bytes(run: RunSpec, node_bytes: int | None) -> HostNeed:
-    """Return the modelled host memory that the fullest node needs; `node_bytes`: of a node, None where not known.
+def node_host_bytes(run: RunSpec, node_bytes: int | None) -> dict[str, Any]:
+    """Return the modelled host memory of the fullest node; `node_bytes`: of a node, None where not known.
 
-    Without dies (platform cpu, npu_emulated) `pinned` has all states of training and rollout, and processes come on
-    top. Raise ConfigError where sizes do not divide.
+    bytes: {memory group: what workers pin}, in sum pinned_bytes; workers_bytes: of their processes; object_store_bytes:
+    of Ray's object store at its most; node_bytes: all of these. Without dies (platform cpu, npu_emulated) `bytes` has
+    all states of training and rollout. Raise ConfigError where sizes do not divide.
     """
-    memory = run_memory(run)
-    if run.platform not in NO_DEVICE:
-        return _host_need(run, _pinned_bytes(run, memory), node_bytes)
-    setting = replace(memory.setting, bucket_bytes=run.recipe.reshard.bucket_bytes)
-    nodes = _node_bytes(run, setting.train, lambda rank: _host_group_bytes(setting, rank))
-    return _host_need(run, max(nodes, key=lambda node: sum(node.values())), node_bytes)
-
-
-def _host_need(run: RunSpec, pinned: Counter[str], node_bytes: int | None) -> HostNeed:
-    workers = 0 if run.platform in NO_DEVICE else WORKER_BYTES * run.verl.trainer.n_gpus_per_node
-    return HostNeed(sum(pinned.values()), workers, object_store_bytes(run, node_bytes))
+    setting, schedule, unmoved_groups = run_memory(run)
+    dies, no_device = run.verl.trainer.n_gpus_per_node, run.platform in NO_DEVICE
+    whole = replace(setting, swap_pieces=None)
+    swapped, saves = setting.swap_pieces is not None, run.verl.trainer.save_freq > 0
+    stage_bytes, nodes = dict[int, dict[str, int]](), list[Counter[str]]()
+    for rank in range(setting.train.world_size):
+        stage = setting.train.coordinates(rank).pp
+        if stage not in stage_bytes:  # ranks of one stage pin equally much
+            sizes = group_bytes(setting if no_device else whole, rank)
+            sizes["reward_params"] *= setting.reward_models  # the device has one model at a time
+            if not no_device:
+                sizes = host_bytes(sizes, schedule, unmoved_groups, swapped=swapped, saves=saves)
+            stage_bytes[stage] = sizes
+        if rank % dies == 0:  # nodes have consecutive ranks
+            nodes.append(Counter())
+        nodes[-1].update(stage_bytes[stage])
+    pinned = {group: size for group, size in max(nodes, key=Counter.total).items() if size}
+    parts = {
+        "pinned_bytes": sum(pinned.values()),
+        "workers_bytes": 0 if no_device else WORKER_BYTES * dies,
+        "object_store_bytes": object_store_bytes(run, node_bytes),
+    }
+    return {"bytes": pinned, **parts, "node_bytes": sum(parts.values())}
 
 
 def object_store_bytes(run: RunSpec, node_bytes: int | None) -> int:
@@ -448,44 +442,6 @@ def object_store_bytes(run: RunSpec, node_bytes: int | None) -> int:
     if run.recipe.ray_address is None and run.platform in NO_DEVICE:
         return max(_OBJECT_STORE_BYTES, 2 * recorded_bytes(run))
     return _STORE_MAX_BYTES if node_bytes is None else min(_STORE_MAX_BYTES, int(_STORE_SHARE * node_bytes))
-
-
-def _node_bytes(run: RunSpec, train: ParallelLayout, rank_bytes: Callable[[int], dict[str, int]]) -> list[Counter[str]]:
-    """Return {memory group: bytes} of each node (consecutive ranks); `rank_bytes` is called once for each stage."""
-    dies, stage_bytes, nodes = run.verl.trainer.n_gpus_per_node, {}, list[Counter[str]]()
-    for rank in range(train.world_size):
-        stage = train.coordinates(rank).pp
-        if stage not in stage_bytes:
-            stage_bytes[stage] = rank_bytes(rank)
-        if rank % dies == 0:
-            nodes.append(Counter())
-        nodes[-1].update(stage_bytes[stage])
-    return nodes
-
-
-def _host_group_bytes(setting: Setting, rank: int) -> dict[str, int]:
-    """Return `group_bytes` with all reward models, of which the device has one at a time."""
-    sizes = group_bytes(setting, rank)
-    return {**sizes, "reward_params": sizes["reward_params"] * setting.reward_models}
-
-
-def _pinned_bytes(run: RunSpec, memory: RunMemory) -> Counter[str]:
-    """Return {memory group: bytes} of the node whose workers pin most; ranks of one stage pin equally much."""
-    whole, swapped = replace(memory.setting, swap_pieces=None), memory.setting.swap_pieces is not None
-    saves = run.verl.trainer.save_freq > 0
-
-    def rank_bytes(rank: int) -> dict[str, int]:
-        sizes = _host_group_bytes(whole, rank)
-        return host_bytes(sizes, memory.schedule, memory.unmoved_groups, swapped=swapped, saves=saves)
-
-    return max(_node_bytes(run, memory.setting.train, rank_bytes), key=lambda node: sum(node.values()))
-
-
-def _host_section(run: RunSpec, memory: RunMemory) -> dict[str, Any]:
-    pinned, limit = _pinned_bytes(run, memory), host_limit(run)
-    need = _host_need(run, pinned, limit)
-    parts = {"pinned_bytes": need.pinned, "workers_bytes": need.workers, "object_store_bytes": need.object_store}
-    return {"bytes": dict(pinned), **parts, "node_bytes": sum(need), "limit_bytes": limit}
 
 
 def host_limit(run: RunSpec) -> int | None:

@@ -1,4 +1,4 @@
-"""Plan a run as plain data: ranks, groups, checks, memory, patch rows, environment, commands.
+"""Plan a run as plain data: groups of ranks, checks, memory, patch rows, environment, commands.
 
 It starts and writes nothing, and does not import torch or verl.
 """
@@ -18,7 +18,6 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.errors import Check, either, our_command
-from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.patching.spec import PatchSpec
 from verl_patches.plan.memory_plan import (
     MARGIN_BYTES,
@@ -28,7 +27,6 @@ from verl_patches.plan.memory_plan import (
     memory_shortages,
     run_memory,
 )
-from verl_patches.plan.serving import serving_plan
 from verl_patches.plan.step_plan import Workload, mean_tokens, step_sections
 from verl_patches.platform.npu.machine import HARDWARE
 from verl_patches.run import environment
@@ -62,12 +60,11 @@ def build_plan(
     """Return everything that a run would use, as JSON-ready data; `ok` is false if any check failed.
 
     checks: results of the table of rules for this run. other: the same run at another level. Keys: config, ok, checks,
-    train, rollout, those of `plan_figures`, level (`_level_difference`), inference (`serving_plan`; platform npu
-    only), patches, environment, commands, verdict, next. All ranks and groups are listed.
+    train, rollout, those of `plan_figures`, level (`_level_difference`), patches, environment, commands, verdict, next.
+    All groups are listed.
     """
     checks, figures = plan_figures(run, checks, workload)
     ok = {check.name: check.ok for check in checks}
-    served = run.platform == "npu" and ok.get("rollout experts", True)
     given = [config_name, *run.trees.option, *workload.option, *overrides]
     todo = run_commands(run, config_name, overrides)
     return {
@@ -75,8 +72,7 @@ def build_plan(
         "ok": all(check.ok for check in checks),
         "checks": [asdict(check) for check in checks],
         "train": _train_section(run, ok),
-        "rollout": _rollout_section(run, ok),
-        "inference": serving_plan(run) if served else None,
+        "rollout": _rollout_section(run),
         **figures,
         "level": _level_difference(run, other, workload, figures["step"]) if other else None,
         "patches": patch_table(run, catalogue),
@@ -90,7 +86,7 @@ def plan_without_layout(
     error: LayoutError, config_name: str, trees: Trees, overrides: Sequence[str], workload: Workload
 ) -> dict[str, Any]:
     """Return the plan of a configuration whose ranks cannot be split as it says: the reason, and how to go on."""
-    nothing = ("train", "rollout", "memory", "inference", "step", "level", "disk", "traffic", "ports")
+    nothing = ("train", "rollout", "memory", "step", "level", "disk", "traffic", "ports")
     lists: dict[str, list] = {"patches": [], "environment": [], "commands": []}
     checks, given = [Check(error.side, False, error.reason)], [config_name, *trees.option, *workload.option, *overrides]
     plan = {"config": config_name, "ok": False, "checks": [asdict(check) for check in checks]}
@@ -183,29 +179,25 @@ def _search_command(config: DictConfig, given: Sequence[str]) -> str | None:
 
 
 def _train_section(run: RunSpec, ok: Mapping[str, bool]) -> dict[str, Any]:
-    """Return ranks, groups and layers of the training; layers or experts are missing where they cannot be split."""
-    layout, model = run.train, run.model
+    """Return groups and layers of the training; layers are missing where they cannot be split."""
+    layout = run.train
     stages = range(layout.pp) if ok["layers"] else ()
-    experts = model.n_routed_experts if ok["train experts"] else None
     return {
         "layout": str(layout),
         "groups": {name: layout.groups(name) for name in TRAIN_GROUPS if layout.size(name) > 1},
-        "layers": [list(layout.stage_layers(stage, model.num_hidden_layers)) for stage in stages],
-        "ranks": _rank_entries(layout, ("tp", "dp", "pp", "ep"), experts),
+        "layers": [list(layout.stage_layers(stage, run.model.num_hidden_layers)) for stage in stages],
     }
 
 
-def _rollout_section(run: RunSpec, ok: Mapping[str, bool]) -> dict[str, Any]:
-    """Return ranks and groups of vLLM's instances; experts are missing where they cannot be split."""
+def _rollout_section(run: RunSpec) -> dict[str, Any]:
+    """Return groups of vLLM's instances."""
     layout = run.rollout
     groups = {name: layout.groups(name) for name in ROLLOUT_GROUPS}
-    experts = run.model.n_routed_experts if ok.get("rollout experts") else None
     return {
         "layout": str(layout),
         "instances": layout.edp,
         "dp_per_instance": layout.dp // layout.edp,
         "groups": {name: ranks for name, ranks in groups.items() if len(ranks[0]) > 1},
-        "ranks": _rank_entries(layout, ("edp", "dp", "tp"), experts, True),
     }
 
 
@@ -213,10 +205,9 @@ def _memory_check(plan: dict[str, Any]) -> Check:
     """Return the memory plan as a check of the dry run; it refuses no start, as it is a model with assumptions."""
     if plan["hbm_bytes"] is None:
         return Check("memory", True, "modelled; not compared, as this platform has no dies")
-    (followed,) = (order for order in plan["orders"] if order["order"] == plan["followed"])
-    if short := memory_shortages(followed["phases"], plan["hbm_bytes"]):
+    if short := memory_shortages(plan["phases"], plan["hbm_bytes"]):
         return Check("memory", False, f"modelled: {'; '.join(short)}")
-    fullest, layers = max(followed["phases"], key=itemgetter("peak_bytes")), plan["recompute_layers"]
+    fullest, layers = max(plan["phases"], key=itemgetter("peak_bytes")), plan["recompute_layers"]
     text = f"the fullest die needs {fullest['peak_bytes'] / 1e9:.2f} GB of {plan['hbm_bytes'] / 1e9:.2f} (rank "
     text += f"{fullest['rank']}, {fullest['phase']})"
     if layers is not None:
@@ -286,20 +277,6 @@ def _disk_checks(run: RunSpec, disk: dict[str, Any], step: dict[str, Any] | None
         f"{text}; {'; '.join(faults)}: each restart would end there again; raise what is named, or use a faster disk"
     )
     yield either("disk rate", not faults, text, fault)
-
-
-def _rank_entries(
-    layout: ParallelLayout, axes: tuple[str, ...], experts: int | None, rest_on_last: bool = False
-) -> list[dict[str, Any]]:
-    entries = []
-    for rank in range(layout.world_size):
-        place = layout.coordinates(rank)
-        entry: dict[str, Any] = {"rank": rank, **{axis: getattr(place, axis) for axis in axes}}
-        if experts is not None:
-            local = layout.local_experts(rank, experts, rest_on_last)
-            entry["experts"] = [local.start, local.stop - 1]
-        entries.append(entry)
-    return entries
 
 
 def patch_table(run: RunSpec, catalogue: Iterable[PatchSpec]) -> list[dict[str, Any]]:

@@ -6,8 +6,7 @@ micro batches of a replica, b responses that decode on a replica, c tokens of co
 
 values, update_critic   as ref and update, of a critic; its head is taken for the vocabulary's, an upper bound
 rollout      steps x decode + prefill, until the longest response ends; b falls as responses end. All replicas of an
-             instance take as long as the one with the most left (binomial, as lengths are independent); with rebalance
-             as long as one with the mean, and exchanges come on top (rollout/rebalance.py). One decode step:
+             instance take as long as the one with the most left (binomial, as lengths are independent). A decode step:
              weights of the die / memory + b x c x KV bytes / memory + b x 2 FLOPs x active parameters / TP / compute
              + exchange of experts and TP's all-reduces / network + layers x decode_layer_s + engine_step_s
              + syncs of the DP ranks: 2, or 1 with row rollout.ascend_dp_sync. The two are
@@ -42,13 +41,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from verl_patches.layout.flops import PEAK_FLOPS_PER_S, forward_flops, layer_flops, layer_kinds, layer_sizes
+from verl_patches.layout.flops import PEAK_FLOPS_PER_S, LayerSizes, forward_flops, layer_flops, layer_kinds, layer_sizes
 from verl_patches.layout.inventory import DTYPE_BYTES, ModelShape
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.phases import STEP_PHASES
 from verl_patches.layout.sharding import GRAD_BYTES, LIBRARIES, OPTIMIZER_BYTES
 from verl_patches.plan.activations import PerStage, recomputed_layers
-from verl_patches.rollout.rebalance import MoveCost
 from verl_patches.step.batches.batch_plan import expert_group_replicas
 
 # Rates of one A3 die: FLOP/s in bf16, bytes/s of its memory, of the network one way, of the link to its host. The
@@ -149,11 +147,9 @@ class StepInput:
     the TP x PP workers of a replica. `ref_micro_batch`, `old_micro_batch`: None where that pass is left out,
     `critic_micro_batch` without a critic. `reward_micro_batch`: of each reward model. `sampled`: false on fixed data,
     without rollout, weight sync and reward; `actor`: false where the critic alone is trained.
-    `graph_sizes`: batch sizes of decode graphs; empty: eager. `whole_shared_experts`: shared experts are not split
-    under TP. `dp_syncs`: syncs of the DP ranks in a decode step. `kv_bytes`: bytes of a die's KV cache, None: no limit.
-    `rebalance_every`: decode steps between exchanges of requests, None: never. `expert_load`: tokens of the busiest
-    rank over the mean, in training and in rollout.
-    `engine_ratio`: the part of engine_step_s that is left; 1 in every total (step_plan.ENGINE_RATIO).
+    `graph_sizes`: batch sizes of decode graphs; empty: eager. `rollout_library`: the rules by which the rollout's
+    tensors are cut (layout/sharding.py). `dp_syncs`: syncs of the DP ranks in a decode step. `kv_bytes`: bytes of a
+    die's KV cache, None: no limit. `expert_load`: tokens of the busiest rank over the mean, in training and in rollout.
     """
 
     model: ModelShape
@@ -181,11 +177,9 @@ class StepInput:
     graph_sizes: tuple[int, ...] = (64,)
     token_budget: int = 1024
     prefix_caching: bool = False
-    whole_shared_experts: bool = True
-    engine_ratio: float = 1.0
+    rollout_library: str = "vllm-ascend"
     dp_sync: str = "hccl"
     dp_syncs: int = 2
-    rebalance_every: int | None = None
     expert_load: tuple[float, float] = (1.0, 1.0)
     kv_bytes: float | None = None
     sampled: bool = True
@@ -197,11 +191,6 @@ class StepInput:
     def responses(self) -> int:
         """Return the number of responses of a step."""
         return self.prompts * self.samples
-
-    @property
-    def rollout_library(self) -> str:
-        """Return the name of the rules by which the rollout's tensors are cut (layout/sharding.py)."""
-        return "vllm-ascend" if self.whole_shared_experts else "vllm"
 
 
 # sizes and rates
@@ -226,10 +215,9 @@ def compute_s(flops: float, efficiency: float = COMPUTE_EFFICIENCY) -> float:
 def stage_elements(model: ModelShape, layout: ParallelLayout, stage: int, library: str) -> tuple[float, float]:
     """Return (dense, routed): the elements of both kinds on a rank of `stage`."""
     dense = routed = 0.0
-    whole_shared = "shared_expert_gate" in LIBRARIES[library].whole
     for layer in layout.stage_layers(stage, model.num_hidden_layers):
         sizes = layer_sizes(model, model.is_moe(layer), library)
-        dense += sizes.split / layout.tp + sizes.whole + sizes.shared / (1 if whole_shared else layout.tp)
+        dense += _dense_elements(sizes, layout.tp, library)
         routed += sizes.expert * model.n_routed_experts / (layout.ep * layout.etp)
     table = model.vocab_size * model.hidden_size / layout.tp
     if stage == 0:
@@ -237,6 +225,12 @@ def stage_elements(model: ModelShape, layout: ParallelLayout, stage: int, librar
     if stage == layout.pp - 1:
         dense += table  # head
     return dense, routed
+
+
+def _dense_elements(sizes: LayerSizes, tp: int, library: str) -> float:
+    """Return the elements of a layer on a TP rank without its routed experts."""
+    whole_shared = "shared_expert_gate" in LIBRARIES[library].whole
+    return sizes.split / tp + sizes.whole + sizes.shared / (1 if whole_shared else tp)
 
 
 # training
@@ -420,8 +414,8 @@ def decode_s(run: StepInput, running: float, context: float, tier: float, consta
     for moe, count in layer_kinds(model):
         sizes = layer_sizes(model, moe, run.rollout_library)
         top_k = model.num_experts_per_tok * run.expert_load[1] if moe else 0
-        shared = sizes.shared / (1 if run.whole_shared_experts else layout.tp)
-        flops += 2 * count * (sizes.whole + shared + (sizes.split + top_k * sizes.expert) / layout.tp)
+        dense = _dense_elements(sizes, layout.tp, run.rollout_library)
+        flops += 2 * count * (dense + top_k * sizes.expert / layout.tp)
     kv = model.kv_bytes * context * running
     latency = constants.decode_layer_s if run.graph_sizes else max(EAGER_LAYER_S, constants.decode_layer_s)
     seconds = memory_s(read * size + kv) + compute_s(flops * tier) + network_s(_token_bytes(run) * tier)
@@ -452,7 +446,7 @@ def rollout_s(run: StepInput, constants: Constants) -> float:
     mean, last = lengths.mean_of_longest(), lengths.mean_of_longest(run.responses)
     sequences = max(1.0, min(run.max_num_seqs, replica, _kv_sequences(run, mean)))
     syncs = run.dp_syncs * DP_SYNC_S[run.dp_sync] if layout.dp > layout.edp else 0.0
-    fixed = constants.engine_step_s * run.engine_ratio + syncs
+    fixed = constants.engine_step_s + syncs
 
     def find_tier(running: float) -> float:
         return next((size for size in sorted(run.graph_sizes) if size >= running), running)
@@ -463,20 +457,11 @@ def rollout_s(run: StepInput, constants: Constants) -> float:
     seconds = _prefill_s(run, replica, constants)
     if replica > sequences:  # a finished response makes room for a waiting one
         seconds += (replica - sequences) / sequences * mean * step(sequences, lengths.prompt + mean / 2)
-    width, every = last / _SEGMENTS, run.rebalance_every
+    width = last / _SEGMENTS
     at = (np.arange(_SEGMENTS) + 0.5) * width
     fullest = fullest_replica(layout.dp // layout.edp, sequences, [lengths.survival(tokens) for tokens in at])
     for tokens, most in zip(at.tolist(), fullest, strict=True):
-        context = lengths.prompt + tokens
-        running = most
-        if every:  # the last exchange, on average every / 2 steps ago, gave all replicas the mean
-            running = min(most, max(1.0, sequences * lengths.survival(tokens - every / 2)))
-            exchange = DP_SYNC_S["gloo"]
-            if find_tier(running) < find_tier(most):
-                moved = math.ceil((most - running) * context)
-                exchange += MoveCost(run.model.kv_bytes, every).moves_s(moved)
-            seconds += width / every * exchange
-        seconds += width * step(running, context)
+        seconds += width * step(most, lengths.prompt + tokens)
     return seconds
 
 

@@ -19,8 +19,6 @@ from verl_patches.plan.calibration import CONSTANTS, MEAN_PROMPT, calibration_er
 from verl_patches.plan.expected import group_bytes, phase_moments
 from verl_patches.plan.memory_plan import RunMemory, recomputation
 from verl_patches.plan.step_model import (
-    DP_SYNC_S,
-    EMPTY_CACHE_S_PER_BYTE,
     Constants,
     Lengths,
     Offload,
@@ -29,7 +27,6 @@ from verl_patches.plan.step_model import (
     direct_sync_bound,
     driver_bytes,
     rollout_bytes,
-    rollout_s,
     stage_elements,
     step_time,
     tokens_per_s_per_die,
@@ -42,18 +39,12 @@ from verl_patches.spec import RunSpec
 from verl_patches.step.batches.limits import trainer_bytes
 
 DISK_GB_S = 10.0  # rate of a shared file system; assumed
-DECODE_ROWS = {"rollout.outputs_at_the_end", "rollout.log_probs_at_once", "rollout.steps_alike"}
-# CPU time of a decode step at batch 64 with DECODE_ROWS, relative to that without them
-# (tests/benchmarks/decode_step.py, x86): an upper bound of what they save of engine_step_s, and in no total
-ENGINE_RATIO = 0.6
-COLLECTOR_ROWS = {"rollout.no_collector", "update.bind_cores"}
-COLLECTOR_AND_CORES_SHARE = 0.136  # part of rollout's seconds that COLLECTOR_ROWS save; quoted for another model
 RESPONSE_TOKENS = 1000.0  # mean of responses that end by themselves, before the cut; assumed
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Describe the workload that a configuration does not give: mean tokens of prompts and responses, DP sync backend.
+    """Describe the workload that a configuration does not give: mean tokens of prompts and responses.
 
     prompt_tokens: None is the published run's mean. response_tokens: mean of responses that end by themselves, None is
     RESPONSE_TOKENS; it is not read where all have full length.
@@ -65,7 +56,6 @@ class Workload:
 
     prompt_tokens: float | None = None
     response_tokens: float | None = None
-    dp_sync: str = "hccl"
     lengths: str | None = None
     recorded: tuple[Sequence[int], Sequence[int]] = ((), ())
     expert_load: str | None = None
@@ -80,8 +70,6 @@ class Workload:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"--{name.replace('_', '-')} is {value}; expected a number above 0")
-        if self.dp_sync not in DP_SYNC_S:
-            raise ConfigError(f"--dp-sync is {self.dp_sync!r}; expected one of {', '.join(DP_SYNC_S)}")
 
     @property
     def constants(self) -> Constants:
@@ -92,7 +80,6 @@ class Workload:
     def option(self) -> tuple[str, ...]:
         """Return the words of the command line that give it; none for the defaults."""
         given: dict[str, Any] = {"--prompt-tokens": self.prompt_tokens, "--response-tokens": self.response_tokens}
-        given["--dp-sync"] = None if self.dp_sync == "hccl" else self.dp_sync
         given |= {"--lengths": self.lengths, "--expert-load": self.expert_load}
         given["--disk-gb-s"] = None if self.disk_gb_s == DISK_GB_S else self.disk_gb_s
         return tuple(word for name, value in given.items() if value is not None for word in (name, str(value)))
@@ -142,10 +129,8 @@ def step_input(
         graph_sizes=graphs,
         token_budget=rollout.max_num_batched_tokens,
         prefix_caching=recipe.rollout.ascend.prefix_caching,
-        whole_shared_experts=run.rollout_library == "vllm-ascend",
-        dp_sync=workload.dp_sync,
+        rollout_library=run.rollout_library,
         dp_syncs=1 if "rollout.ascend_dp_sync" in rows else 2,
-        rebalance_every=recipe.rollout.rebalance_every if "rollout.rebalance" in rows else None,
         expert_load=(
             1.0 if recipe.train.balanced_routing else workload.loads[0],
             1.0 if recipe.rollout.balanced_routing else workload.loads[1],
@@ -184,36 +169,21 @@ def step_sections(run: RunSpec, memory: RunMemory, workload: Workload) -> dict[s
     step: None on a CPU and on machines for which no published run gives seconds. Raise ConfigError where layouts or the
     weight sync do not fit.
     """
-    sync, spread = verl_sync(run.trained_model, run.train), dict[str, int]()
+    sync = verl_sync(run.trained_model, run.train)
     if not run.samples:
         sync = SyncTraffic(0, 0, 0)
     elif has_direct_sync(run.rows):
-        sync, spread = direct_traffic(run_blocks(run), run.train, run.recipe.reshard.bucket_bytes)
+        sync = direct_traffic(run_blocks(run), run.train, run.recipe.reshard.bucket_bytes)
     offload, kv_bytes = run_offload(memory, run.recipe.reshard.bucket_bytes)
     model = step_input(run, workload, sync, offload, kv_bytes or None)
-    wire = {"received_bytes": round(sync.received_bytes), "sent_bytes": round(sync.sent_bytes), **spread}
-    calls = {"old_log_prob": model.old_micro_batch, "ref": model.ref_micro_batch, "update": model.micro_batch}
-    columns = {"old_log_prob": 0, "ref": 0, "update": 3}  # fp32 columns of responses that the trainer sends
-    step = step_figures(model, workload) if run.as_npu and run.hardware.timed else None
-    if step:
-        step["assumed_gains"] = _assumed_gains(run, model, workload.constants)
-    dispatch = {name: round(driver_bytes(model, columns[name])) for name, used in calls.items() if used}
-    cached = _cached_columns(model, send_back=run.verl.algorithm.use_kl_in_reward)
-    if model.tensor_cache:
-        dispatch = {stage: sum(sizes.values()) for stage, sizes in cached.items()}
-    whole = replace(model, tensor_cache=False)  # value models get the trainer's batch even with the cache
-    if model.reward_models:
-        dispatch["rm_scores"] = round(driver_bytes(whole, 0))
-    if model.critic_micro_batch:
-        dispatch |= {"values": round(driver_bytes(whole, 3)), "update_critic": round(driver_bytes(whole, 6))}
+    wire = {"received_bytes": round(sync.received_bytes), "sent_bytes": round(sync.sent_bytes)}
     return {
-        "step": step,
+        "step": step_figures(model, workload) if run.as_npu and run.hardware.timed else None,
         "disk": disk_figures(run, workload.disk_gb_s),
         "traffic": {
             "weight_sync": {**wire, "collectives": sync.collectives},
             "sent": sent_bytes(model),
-            "dispatch_bytes": dispatch,
-            "dispatch_columns": cached,
+            "dispatch_bytes": dispatch_bytes(model, send_back=run.verl.algorithm.use_kl_in_reward),
         },
         "ports": hccl.node_ports(run) if run.as_npu else None,
     }
@@ -226,16 +196,23 @@ def sent_bytes(run: StepInput) -> dict[str, int]:
     return {side: round(size) for side, size in {"train": train_bytes(run), **sampled}.items()}
 
 
-def _cached_columns(run: StepInput, send_back: bool) -> dict[str, dict[str, int]]:
-    """Return `trainer_bytes` of the run's stages, {} without a cache; `send_back`: log-probs, for KL in the reward."""
-    if not run.tensor_cache:
-        return {}
-    tokens = run.prompts * run.lengths.prompt, run.responses * run.lengths.mean_of_longest()
-    options = {"send_back": send_back, "per_token": run.critic_micro_batch is not None}
-    columns = trainer_bytes(run.prompts, run.responses, *tokens, **options)
-    absent = [] if run.old_micro_batch else ["log_prob"]
+def dispatch_bytes(run: StepInput, send_back: bool) -> dict[str, int]:
+    """Return {stage: bytes} that the trainer sends or receives in a step; `send_back`: log-probs, for KL in reward."""
+    whole = replace(run, tensor_cache=False)  # value models get the trainer's batch even with the cache
+    absent = [] if run.old_micro_batch else ["log_prob", "old_log_prob"]
     absent += [] if run.ref_micro_batch else ["ref"]
-    return {stage: sizes for stage, sizes in columns.items() if sizes and stage not in absent}
+    if run.tensor_cache:
+        tokens = run.prompts * run.lengths.prompt, run.responses * run.lengths.mean_of_longest()
+        options = {"send_back": send_back, "per_token": run.critic_micro_batch is not None}
+        columns = trainer_bytes(run.prompts, run.responses, *tokens, **options)
+        sizes = {stage: float(sum(each.values())) for stage, each in columns.items() if each}
+    else:
+        sizes = {"old_log_prob": driver_bytes(run, 0), "ref": driver_bytes(run, 0), "update": driver_bytes(run, 3)}
+    if run.reward_models:
+        sizes["rm_scores"] = driver_bytes(whole, 0)
+    if run.critic_micro_batch:
+        sizes |= {"values": driver_bytes(whole, 3), "update_critic": driver_bytes(whole, 6)}
+    return {stage: round(size) for stage, size in sizes.items() if stage not in absent}
 
 
 def step_figures(run: StepInput, workload: Workload) -> dict[str, Any]:
@@ -269,27 +246,11 @@ def step_figures(run: StepInput, workload: Workload) -> dict[str, Any]:
         "assumed": {
             "prompt_tokens": round(run.lengths.prompt, 1),
             "response_tokens": round(run.lengths.mean_of_longest(), 1),
-            "dp_sync": workload.dp_sync,
             "lengths": _lengths_text(run.lengths, workload),
             "expert_load": dict(zip(("train", "rollout"), run.expert_load, strict=True)),
         },
-        "constants": {**vars(constants), "dp_sync_s": DP_SYNC_S, "empty_cache_s_per_byte": EMPTY_CACHE_S_PER_BYTE},
         "calibration": calibration_errors(),
     }
-
-
-def _assumed_gains(run: RunSpec, step: StepInput, constants: Constants) -> list[dict[str, Any]]:
-    """Return [{if, saves_s}]: what rows of the run would save if an assumption held; no total has it."""
-    gains, seconds = list[dict[str, Any]](), rollout_s(step, constants) if step.sampled else 0.0
-    if step.sampled and DECODE_ROWS <= run.rows and run.recipe.rollout.ascend.scheduler == "v1":
-        saved = seconds - rollout_s(replace(step, engine_ratio=ENGINE_RATIO), constants)
-        text = f"if {ENGINE_RATIO:g} of a decode step's CPU time is left, as on x86"
-        gains.append({"if": text, "saves_s": round(saved, 2)})
-    if step.sampled and COLLECTOR_ROWS <= run.rows:
-        share = COLLECTOR_AND_CORES_SHARE
-        text = f"if no collector and bound cores save {share:.1%} of rollout, as quoted for another model"
-        gains.append({"if": text, "saves_s": round(share * seconds, 2)})
-    return gains
 
 
 def _lengths_text(lengths: Lengths, workload: Workload) -> str:
@@ -298,10 +259,8 @@ def _lengths_text(lengths: Lengths, workload: Workload) -> str:
     return "all at the limit" if lengths.mean is None else f"lognormal, cv {lengths.cv:g}"
 
 
-def direct_traffic(
-    blocks: Sequence[Block], train: ParallelLayout, bucket_bytes: int
-) -> tuple[SyncTraffic, dict[str, int]]:
-    """Return the traffic of our weight sync, whose routes are not planned here, and {received_mean_bytes}.
+def direct_traffic(blocks: Sequence[Block], train: ParallelLayout, bucket_bytes: int) -> SyncTraffic:
+    """Return the traffic of our weight sync, whose routes are not planned here.
 
     The bytes that must arrive are exact; sent bytes are the mean over a pipeline stage, from which those of planned
     routes differ by 0.1 % (docs/the-step.md).
@@ -312,10 +271,8 @@ def direct_traffic(
         for rank in missing:
             received[rank] += size
         sent[train.coordinates(block.holders[0]).pp] += size * len(missing)
-    busiest = max(sent.values(), default=0) * train.pp / train.world_size
-    most = max(received)
-    traffic = SyncTraffic(most, busiest, math.ceil(max(most, busiest) / bucket_bytes))
-    return traffic, {"received_mean_bytes": sum(received) // len(received)}
+    busiest, most = max(sent.values(), default=0) * train.pp / train.world_size, max(received)
+    return SyncTraffic(most, busiest, math.ceil(max(most, busiest) / bucket_bytes))
 
 
 def disk_figures(run: RunSpec, gb_s: float) -> dict[str, Any]:

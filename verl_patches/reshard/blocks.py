@@ -13,7 +13,7 @@ import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from verl_patches.errors import Check, ConfigError, config_error_text
 from verl_patches.layout.inventory import Inventory, ModelShape, Parameter, build_inventory
@@ -186,16 +186,8 @@ def run_blocks(run: RunSpec) -> Sequence[Block]:
 
 
 @functools.lru_cache(8)  # a command reads the blocks of its run more than once
-def _run_blocks(
-    model: ModelShape,
-    train: ParallelLayout,
-    rollout: ParallelLayout,
-    train_library: str,
-    rollout_library: str,
-    bucket_bytes: int,
-) -> Sequence[Block]:
-    libraries = {"train_library": train_library, "rollout_library": rollout_library}
-    return make_blocks(build_inventory(model), train, rollout, **libraries, bucket_bytes=bucket_bytes)
+def _run_blocks(model: ModelShape, *sides: Any) -> Sequence[Block]:
+    return make_blocks(build_inventory(model), *sides)
 
 
 def sync_checks(run: RunSpec) -> Iterator[Check]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.layout.sharding import local_parameters
-from verl_patches.reshard.plan import NEARNESS, RankPlan, ReshardPlan
+from verl_patches.reshard.plan import NEARNESS, RankPlan, ReshardPlan, nearness
 from verl_patches.reshard.region import Region, contains, cover, row_bytes, shard_region, wire_bytes
 
 
@@ -24,38 +24,31 @@ def check_plan(plan: ReshardPlan, rank_plans: Mapping[int, RankPlan] | None = No
     """Prove `plan`, or `rank_plans` as the plans of all its ranks; a fault raises RecipeError."""
     if rank_plans is None:
         rank_plans = {rank: plan.for_rank(rank) for rank in range(plan.world_size)}
-    if sorted(rank_plans) != list(range(plan.world_size)):
-        raise RecipeError(
-            f"reshard plan: expected a plan for each of {plan.world_size} ranks, found {len(rank_plans)}; "
-            "this is a fault of this repository: report it"
-        )
-    for rank, rank_plan in sorted(rank_plans.items()):
-        if rank_plan.rank != rank:
-            raise RecipeError(
-                f"reshard plan: rank {rank} was given the plan of rank {rank_plan.rank}; "
-                "this is a fault of this repository: report it"
-            )
+    for rank_plan in rank_plans.values():
         _check_buckets(plan, rank_plan)
         _check_sources(plan, rank_plan)
         _check_destinations(plan, rank_plan)
     _check_segments(rank_plans)
 
 
+def _fault(text: str) -> RecipeError:
+    return RecipeError(f"reshard plan: {text}; this is a fault of this repository: report it")
+
+
 def _check_buckets(plan: ReshardPlan, rank_plan: RankPlan) -> None:
     if len(rank_plan.buckets) != plan.bucket_count:
-        raise RecipeError(
-            f"reshard plan: rank {rank_plan.rank} has {len(rank_plan.buckets)} buckets, expected "
-            f"{plan.bucket_count}, so that the weight sync would hang; this is a fault of this repository: report it"
+        raise _fault(
+            f"rank {rank_plan.rank} has {len(rank_plan.buckets)} buckets, expected {plan.bucket_count}, so that the "
+            "weight sync would hang"
         )
     by_name = plan.inventory.by_name
     for number, bucket in enumerate(rank_plan.buckets):
         for verb, segments in zip(("sends", "receives"), bucket, strict=True):
             size = sum(wire_bytes(by_name[r.name], r) for regions in segments.values() for r in regions)
             if size > plan.bucket_bytes:
-                raise RecipeError(
-                    f"reshard plan: rank {rank_plan.rank} {verb} {size} bytes in bucket {number}, "
-                    f"expected at most bucket_bytes = {plan.bucket_bytes}; "
-                    "this is a fault of this repository: report it"
+                raise _fault(
+                    f"rank {rank_plan.rank} {verb} {size} bytes in bucket {number}, expected at most bucket_bytes = "
+                    f"{plan.bucket_bytes}"
                 )
 
 
@@ -66,10 +59,9 @@ def _check_sources(plan: ReshardPlan, rank_plan: RankPlan) -> None:
         for region in regions:
             shard = shards.get(region.name)
             if shard is None or not contains(shard_region(shard), region, shard.parameter.shape):
-                raise RecipeError(
-                    f"reshard plan: rank {rank_plan.rank} {verb} {region}; expected a part of its training shard "
-                    f"({plan.train}), found {shard_region(shard) if shard else 'no shard of that tensor'}; "
-                    "this is a fault of this repository: report it"
+                raise _fault(
+                    f"rank {rank_plan.rank} {verb} {region}; expected a part of its training shard ({plan.train}), "
+                    f"found {shard_region(shard) if shard else 'no shard of that tensor'}"
                 )
 
 
@@ -80,9 +72,9 @@ def _check_destinations(plan: ReshardPlan, rank_plan: RankPlan) -> None:
     for region in (*rank_plan.local, *received):
         written[region.name].append(region)
     for name in written.keys() - needed.keys():
-        raise RecipeError(
-            f"reshard plan: rank {rank_plan.rank} receives or keeps {written[name][0]}, but its rollout layout "
-            f"({plan.rollout}) holds no part of that tensor; this is a fault of this repository: report it"
+        raise _fault(
+            f"rank {rank_plan.rank} receives or keeps {written[name][0]}, but its rollout layout ({plan.rollout}) "
+            "holds no part of that tensor"
         )
     for name, shard in needed.items():
         shape, regions, expected = shard.parameter.shape, written.get(name, ()), shard_region(shard)
@@ -90,9 +82,9 @@ def _check_destinations(plan: ReshardPlan, rank_plan: RankPlan) -> None:
         never, twice = cover(expected, regions, shape) if not outside else ((), ())
         for fault, faulty in (("writes outside of it", outside), ("two writes", twice), ("no write", never)):
             if faulty:
-                raise RecipeError(
-                    f"reshard plan: rank {rank_plan.rank} needs {expected} written exactly once, "
-                    f"found {fault} of {_region_list(faulty)}; this is a fault of this repository: report it"
+                raise _fault(
+                    f"rank {rank_plan.rank} needs {expected} written exactly once, found {fault} of "
+                    f"{_region_list(faulty)}"
                 )
 
 
@@ -107,10 +99,10 @@ def _check_segments(rank_plans: Mapping[int, RankPlan]) -> None:
         sent = sends.get((number, sender, receiver), ())
         expected = receives.get((number, sender, receiver), ())
         if sent != expected or not sent or sender == receiver:
-            raise RecipeError(
-                f"reshard plan: bucket {number}: rank {sender} sends {_region_list(sent) or 'no region'} to rank "
-                f"{receiver}, which expects {_region_list(expected) or 'no region'}; expected the same regions in the "
-                "same order, at least one, and two different ranks; this is a fault of this repository: report it"
+            raise _fault(
+                f"bucket {number}: rank {sender} sends {_region_list(sent) or 'no region'} to rank {receiver}, which "
+                f"expects {_region_list(expected) or 'no region'}; expected the same regions in the same order, at "
+                "least one, and two different ranks"
             )
 
 
@@ -130,7 +122,7 @@ def figures(plan: ReshardPlan) -> dict[str, Any]:
     sent = _min_mean_max(plan.sent_bytes)
     near = dict.fromkeys(NEARNESS[1:], 0)
     for piece in plan.pieces:
-        near[plan.topology.nearness(piece.sender, piece.receiver)] += piece.size_bytes
+        near[nearness(piece.sender, piece.receiver)] += piece.size_bytes
     busiest = max(*plan.sent_bytes, *plan.received_bytes)
     return {
         "ranks": plan.world_size,
@@ -196,7 +188,7 @@ def tensor_path(plan: ReshardPlan, name: str, rank: int) -> dict[str, Any]:
     steps = []
 
     def add(verb: str, peer: int, number: int | None, regions: Iterable[Region]) -> None:
-        place = {"stage": plan.stages[peer], "nearness": plan.topology.nearness(rank, peer), "bucket": number}
+        place = {"stage": plan.stages[peer], "nearness": nearness(rank, peer), "bucket": number}
         for region in regions:
             if region.name == name:
                 size = region.rows * row_bytes(parameter, region.axis)
@@ -215,11 +207,5 @@ def tensor_path(plan: ReshardPlan, name: str, rank: int) -> dict[str, Any]:
         "rank": rank,
         "holds_in_training": str(shard_region(held)) if held else None,
         "needs_in_rollout": str(shard_region(needed)) if needed else None,
-        "holders": [
-            {"region": str(region), "holders": list(block.holders), "needed_by": len(block.receivers)}
-            for block in plan.blocks
-            for region in block.regions
-            if region.name == name
-        ],
         "steps": steps,
     }

@@ -154,10 +154,9 @@ class Trace(TorchDispatchMode):
     def _record(self, func: Any, args: tuple, kwargs: dict, live: list[torch.Tensor]) -> None:
         if func is _aten.copy_.default:
             return self._record_copy(args[0], args[1])
-        value = self._fill_value(func, args)
-        if value is not None:
+        if func is _aten.fill_.Scalar:
             if live[0].numel():
-                self.constants.append(Constant(value, live[0]))
+                self.constants.append(Constant(args[1], live[0]))
         elif any(tensor.numel() for tensor in live):
             self._refuse(self._find_origin(args, kwargs), f"{func} computes in place on a tensor of vLLM's model")
 
@@ -179,16 +178,6 @@ class Trace(TorchDispatchMode):
         if origin is not None:
             name, reason = origin.name, origin.reason or reason
         self.problems.append(f"{name}: {reason}")
-
-    def _fill_value(self, func: Any, args: tuple) -> float | None:
-        """Return the number that fills the target, None if a weight or a live tensor decides it."""
-        if func is _aten.zero_.default:
-            return 0.0
-        if func is _aten.fill_.Scalar:
-            return args[1]
-        if func is _aten.fill_.Tensor and not {storage_id(args[1])} & {*self._live, *self._origins}:
-            return args[1].item()
-        return None
 
     def _find_origin(self, args: tuple, kwargs: dict) -> _Origin | None:
         origins = (self._origins.get(storage_id(tensor)) for tensor in _tensors((args, kwargs)))

@@ -39,7 +39,6 @@ from verl_patches.reshard.rank_errors import ReshardError, catch_errors, gather,
 from verl_patches.reshard.region import Region, cover, overlap, region_view, row_bytes, wire_bytes
 from verl_patches.reshard.train_tensors import TrainTensor
 
-ERROR_ALL_REDUCES = 2  # number of all-reduces in each sync by which ranks tell each other of an error
 _SIDES = (0, 1)  # send and receive, the indices of BucketPlan
 
 
@@ -86,16 +85,12 @@ class Compiler:
         self.arriving_regions: dict[str, list[Region]] = {}
         for region in (*plan.local, *self._exchanged_regions(1)):
             self.arriving_regions.setdefault(region.name, []).append(region)
-        # bytes exchanged by (bucket, side); even and odd buckets have their own buffers
-        self._sizes = {
-            (number, side): sum(map(self._wire_bytes, _regions(bucket[side])))
-            for number, bucket in enumerate(plan.buckets)
-            for side in _SIDES
-        }
+        # even and odd buckets have their own buffers
         self.wire: dict[tuple[int, int], torch.Tensor] = {}
-        for parity, side in itertools.product((0, 1), _SIDES):
-            sizes = [size for (number, at), size in self._sizes.items() if number % 2 == parity and at == side]
-            self.wire[parity, side] = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device)
+        for side in _SIDES:
+            most = max((sum(map(self._wire_bytes, _regions(bucket[side]))) for bucket in plan.buckets), default=0)
+            for parity in (0, 1):
+                self.wire[parity, side] = torch.empty(most, dtype=torch.uint8, device=device)
 
     def problems(self) -> Iterator[str]:
         """Yield a text for each part that is unmapped, written twice or never, or of a wrong shape."""
@@ -141,7 +136,8 @@ class Compiler:
         return (region for bucket in self.plan.buckets for region in _regions(bucket[side]))
 
     def _bucket(self, number: int, plan: BucketPlan) -> Bucket:
-        send, receive = (self.wire[number % 2, side][: self._sizes[number, side]] for side in _SIDES)
+        splits = [self._splits(segments) for segments in plan]
+        send, receive = (self.wire[number % 2, side][: sum(splits[side])] for side in _SIDES)
         pack, unpack = Copies(), Copies()
         for region, view in self._wire_views(send, plan.send):
             self._add_copy(pack, region, view)
@@ -149,7 +145,7 @@ class Compiler:
             for wanted, target in self._target_views(region):
                 unpack.targets.append(target)
                 unpack.sources.append(region_view(view, region, wanted, self.parameters[region.name].shape))
-        return Bucket(pack, unpack, send, receive, self._splits(plan.send), self._splits(plan.receive))
+        return Bucket(pack, unpack, send, receive, *splits)
 
     def _splits(self, segments: Mapping[int, Sequence[Region]]) -> list[int]:
         """Return the bytes of each peer's segment."""
@@ -206,7 +202,8 @@ class SyncReport:
 
     `seconds`: pack, exchange (only the waiting), unpack, local, memory (opening and closing buffers), load (`before`
     and `finish`) and total, after which the weights are complete. On an accelerator only the total includes the
-    device's work; the others are time of the host. `peak_extra_bytes`: bytes of the wire buffers.
+    device's work; the others are time of the host. `collectives`: of buckets, without the all-reduces of a number by
+    which ranks agree. `peak_extra_bytes`: bytes of the wire buffers.
     """
 
     sent_bytes: int
@@ -222,11 +219,8 @@ class Executor:
 
     def __init__(self, compiler: Compiler, finish: Callable[[], Any]):
         self.device, self._finish, self._traffic = compiler.device, finish, compiler.traffic()
-        self._local, self._buckets, self._wire = (
-            compiler.local_copies(),
-            compiler.buckets(),
-            list(compiler.wire.values()),
-        )
+        self._local, self._buckets = compiler.local_copies(), compiler.buckets()
+        self._wire = list(compiler.wire.values())
         views = [(name, source.tensor) for name, source in compiler.sources.items()]
         views += [(part.parameter, part.tensor) for parts in compiler.destinations.values() for part in parts]
         self._storages = {storage_id(view): (name, view.untyped_storage()) for name, view in views if view.numel()}
@@ -263,7 +257,7 @@ class Executor:
         self._raise_on_any_rank("rollout weights are incomplete; stop the run, do not generate with them")
         self._seconds["total"] = time.perf_counter() - begin
         peak = sum(buffer.nbytes for buffer in self._wire)
-        return SyncReport(*self._traffic, len(self._buckets) + ERROR_ALL_REDUCES, peak, self._seconds)
+        return SyncReport(*self._traffic, len(self._buckets), peak, self._seconds)
 
     def _exchange_all(self) -> None:
         if not self._buckets:

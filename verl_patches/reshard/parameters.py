@@ -1,9 +1,8 @@
 """Map names of DeepSeek-V3 parameters in Megatron and MindSpeed-LLM to kinds of HF tensors, and read a chunk's weights.
 
 Megatron has two spellings, that of its own modules ("local", tabulated in layout/sharding.py) and Transformer Engine's,
-which fuses norms into the next projection and stacks experts. verl's weight converter knows the second only. `te_name`
-turns the first into the second. Layer and expert numbers in Megatron names are local to the pipeline chunk and to the
-expert-parallel rank.
+which verl's weight converter knows only. `te_name` turns the first, which our lines build, into the second. Layer and
+expert numbers in Megatron names are local to the pipeline chunk and to the expert-parallel rank.
 
 In MindSpeed-LLM 2.0.0 multi_head_latent_attention.py makes `linear_qkv` of q's and kv's down projections, rows of q
 first, and names the up projections linear_qb and linear_kvb and the norms q_layernorm and k_layernorm. Experts are
@@ -21,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -34,12 +33,6 @@ _TE_SPELLINGS = (
     (r"(.*\.mlp\.experts)\.local_experts\.(\d+)\.(linear_fc[12])\.weight", r"{0}.{2}.weight{1}"),
     (r"(.*\.self_attention)\.q_layernorm\.weight", r"{0}.linear_q_up_proj.layer_norm_weight"),
     (r"(.*\.self_attention)\.kv_layernorm\.weight", r"{0}.linear_kv_up_proj.layer_norm_weight"),
-)
-_LOCAL_SPELLINGS = (
-    (r"(.*\.mlp\.experts)\.(linear_fc[12])\.weight(\d+)", r"{0}.local_experts.{2}.{1}.weight"),
-    (r"(.*\.self_attention)\.linear_q_up_proj\.layer_norm_weight", r"{0}.q_layernorm.weight"),
-    (r"(.*\.self_attention)\.linear_kv_up_proj\.layer_norm_weight", r"{0}.kv_layernorm.weight"),
-    (r"(.*)\.mlp\.linear_fc1\.layer_norm_weight", r"{0}.pre_mlp_layernorm.weight"),  # dense layers
 )
 _ATTENTION, _EXPERTS = "decoder.layers.{layer}.self_attention.", "decoder.layers.{layer}.mlp.experts."
 # kind -> MindSpeed's name, with the local layer; a model has q_a_proj and q_b_proj, or q_proj (mindspeed/model.py)
@@ -55,56 +48,71 @@ MINDSPEED_NAMES = MEGATRON_NAMES | {
     "routed_expert_down": _EXPERTS + "weight2",
 }
 # library of layout/sharding.py -> (its names, unsupported settings that give other names)
-NAMES_BY_LIBRARY = dict.fromkeys(
-    ("megatron-local", "megatron-te"),
-    (MEGATRON_NAMES, "grouped GEMM without Transformer Engine (weight1, weight2): set moe_grouped_gemm=False"),
-) | {"mindspeed": (MINDSPEED_NAMES, "mla_mm_split, multi-token prediction, SequentialMLP")}
+NAMES_BY_LIBRARY = {
+    "megatron-local": (MEGATRON_NAMES, "Transformer Engine, and grouped GEMM: set moe_grouped_gemm=False"),
+    "mindspeed": (MINDSPEED_NAMES, "mla_mm_split, multi-token prediction, SequentialMLP"),
+}
 
 
 # ---- parameter names
 
 
-class ParsedName(NamedTuple):
-    """Say what a Megatron parameter holds: HF kinds in the order they are joined (gate, up), local layer and expert.
+UNSTACKED, UP_STACK, DOWN_STACK = "as HF", "[H, e * 2F] used as view(e, H, 2F)", "[e * F, H] used as view(e, F, H)"
+_STACKS = {".mlp.experts.weight1": UP_STACK, ".mlp.experts.weight2": DOWN_STACK}
 
-    Of the query's kinds (q_proj; q_a_proj, q_b_proj) a model has those that its q_lora_rank gives.
+
+class ParameterContents(NamedTuple):
+    """Describe what a parameter holds: HF kinds joined along rows (gate, up), local layer and local expert, or None.
+
+    Of the query's kinds (q_proj; q_a_proj, q_b_proj) a model has those that its q_lora_rank gives. `stacking`:
+    UNSTACKED, or the stack of experts as which the parameter holds them: UP_STACK or DOWN_STACK.
     """
 
     kinds: tuple[str, ...]
     layer: int | None
     expert: int | None
+    stacking: str
+
+    def shape(self, hf_shape: Sequence[int], count: int) -> tuple[int, ...]:
+        """Return the parameter's shape; `hf_shape`: that of its joined HF tensors, in a stack those of one expert."""
+        if self.stacking == UNSTACKED:
+            return tuple(hf_shape)
+        rows, columns = hf_shape
+        return (columns, count * rows) if self.stacking == UP_STACK else (count * columns, rows)
+
+    def hf_views(self, tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
+        """Return views of the parameter in HF orientation: one for each of `count` local experts if stacked, else one.
+
+        Expects the parameter's own shape (see `shape`).
+        """
+        if self.stacking == UNSTACKED:
+            return [tensor]
+        split = split_weight1 if self.stacking == UP_STACK else split_weight2
+        return split(tensor, count)
 
 
 def te_name(name: str) -> str:
     """Return the name of a parameter in Transformer Engine's spelling; names that are equal in both stay."""
-    return _respell(name, _TE_SPELLINGS)
-
-
-def local_name(name: str) -> str:
-    """Return the name of a parameter in the spelling of Megatron's own modules: the inverse of `te_name`."""
-    return _respell(name, _LOCAL_SPELLINGS)
-
-
-def _respell(name: str, spellings: tuple[tuple[str, str], ...]) -> str:
-    for pattern, template in spellings:
+    for pattern, template in _TE_SPELLINGS:
         match = re.fullmatch(pattern, name)
         if match:
             return template.format(*match.groups())
     return name
 
 
-def parse_name(name: str, library: str) -> ParsedName:
-    """Return what the parameter or buffer `name` of a GPTModel chunk holds; both spellings are accepted.
+def parse_name(name: str, library: str) -> ParameterContents:
+    """Return what the parameter or buffer `name` of a GPTModel chunk holds.
 
     The name may have the prefixes ("module.") of DDP and Float16Module. `library`: a key of NAMES_BY_LIBRARY.
     Raises ConfigError for a name that no DeepSeek-V3 parameter of the library has.
     """
     bare = re.sub(r"^(module\.)*", "", name)
     for pattern, kinds in _patterns(library):
-        match = pattern.fullmatch(bare if library == "mindspeed" else local_name(bare))
+        match = pattern.fullmatch(bare)
         if match:
             numbers = {key: int(value) for key, value in match.groupdict().items()}
-            return ParsedName(kinds, numbers.get("layer"), numbers.get("expert"))
+            stacking = next((stack for end, stack in _STACKS.items() if bare.endswith(end)), UNSTACKED)
+            return ParameterContents(kinds, numbers.get("layer"), numbers.get("expert"), stacking)
     names, unsupported = NAMES_BY_LIBRARY[library]
     raise ConfigError(
         f"parameter {name!r} is not a DeepSeek-V3 parameter of library {library}; expected a name such as "

@@ -32,31 +32,24 @@ from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.reshard.blocks import DEFAULT_BUCKET_BYTES, Block, make_blocks
 from verl_patches.reshard.region import ALIGN_BYTES, Region, align
 
-
-@dataclass(frozen=True)
-class Topology:
-    """Place ranks: consecutive ranks fill cards, and cards fill nodes (Atlas A3: 2 dies a card, 16 dies a node)."""
-
-    dies_per_card: int = 2
-    dies_per_node: int = 16
-
-    def nearness(self, rank: int, other: int) -> str:
-        """Return which of NEARNESS two ranks have."""
-        if rank == other:
-            return "itself"
-        if rank // self.dies_per_card == other // self.dies_per_card:
-            return "card"
-        return "node" if rank // self.dies_per_node == other // self.dies_per_node else "across"
-
-
+DIES_PER_CARD, DIES_PER_NODE = 2, 16  # of Atlas A3; consecutive ranks fill cards, and cards fill nodes
 NEARNESS = ("itself", "card", "node", "across")  # the same die, card or node, or another node
 SENDER_LEAD = 0.05  # share of the stage's mean by which a near sender may be ahead of the block's other holders
 Routes = list[dict[int, list[int]]]  # by sender: receiver -> numbers of blocks, in wire order
 
 
-def route_blocks(blocks: Sequence[Block], stages: Sequence[int], topology: Topology) -> Routes:
+def nearness(rank: int, other: int) -> str:
+    """Return which of NEARNESS two ranks have."""
+    if rank == other:
+        return "itself"
+    if rank // DIES_PER_CARD == other // DIES_PER_CARD:
+        return "card"
+    return "node" if rank // DIES_PER_NODE == other // DIES_PER_NODE else "across"
+
+
+def route_blocks(blocks: Sequence[Block], stages: Sequence[int]) -> Routes:
     """Return the sender of every block for each receiver without it; `stages[rank]` is its training pipeline stage."""
-    router = _Router(blocks, stages, topology)
+    router = _Router(blocks, stages)
     # blocks with few holders first, as they have the least choice; then large ones, whose unevenness small ones level
     order = sorted(range(len(blocks)), key=lambda i: (len(blocks[i].holders), -router.sizes[i], i))
     far = [(i, router.send_from_near(i)) for i in order]
@@ -66,8 +59,8 @@ def route_blocks(blocks: Sequence[Block], stages: Sequence[int], topology: Topol
 
 
 class _Router:
-    def __init__(self, blocks: Sequence[Block], stages: Sequence[int], topology: Topology):
-        self.blocks, self.topology, self.stages = blocks, topology, stages
+    def __init__(self, blocks: Sequence[Block], stages: Sequence[int]):
+        self.blocks, self.stages = blocks, stages
         self.sizes = [block.wire_bytes for block in blocks]
         self.load = [0] * len(stages)
         self.routes: Routes = [defaultdict(list) for _ in stages]
@@ -90,7 +83,7 @@ class _Router:
         mean = self.mean[self.stages[block.holders[0]]]
         far = []
         for rank in others:
-            card, node = rank // self.topology.dies_per_card, rank // self.topology.dies_per_node
+            card, node = rank // DIES_PER_CARD, rank // DIES_PER_NODE
             for near in (by_card.get(card), by_node.get(node)):
                 sender = min(near, key=self.load.__getitem__) if near else None
                 if sender is not None and self._may_send(sender, size, mean, block.holders):
@@ -108,8 +101,8 @@ class _Router:
         if holders not in self._places:
             by_card, by_node = defaultdict(list), defaultdict(list)
             for rank in holders:
-                by_card[rank // self.topology.dies_per_card].append(rank)
-                by_node[rank // self.topology.dies_per_node].append(rank)
+                by_card[rank // DIES_PER_CARD].append(rank)
+                by_node[rank // DIES_PER_NODE].append(rank)
             self._places[holders] = by_card, by_node
         return self._places[holders]
 
@@ -267,7 +260,6 @@ class ReshardPlan:
     train_library: str
     rollout_library: str
     bucket_bytes: int
-    topology: Topology
     blocks: Sequence[Block]
     pieces: Sequence[Piece]
 
@@ -350,7 +342,7 @@ class ReshardPlan:
         """Return a hex digest of inputs and result, which must be equal on all ranks that run the plan together."""
         inputs = self.inventory.model, self.train, self.rollout, self.train_library, self.rollout_library
         digest = hashlib.sha256()
-        for part in (*inputs, self.bucket_bytes, self.topology, *self.blocks):
+        for part in (*inputs, self.bucket_bytes, *self.blocks):
             digest.update(repr(part).encode())
         digest.update(array("q", [number for piece in self.pieces for number in piece[:-1]]).tobytes())
         return digest.hexdigest()
@@ -380,7 +372,6 @@ def plan_reshard(
     train_library: str,
     rollout_library: str,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-    topology: Topology = Topology(),
 ) -> ReshardPlan:
     """Return the plan that moves `inventory` (in the dtypes sent) from `train` to `rollout`, equal for equal arguments.
 
@@ -390,6 +381,6 @@ def plan_reshard(
     """
     blocks = make_blocks(inventory, train, rollout, train_library, rollout_library, bucket_bytes)
     stages = [train.coordinates(rank).pp for rank in range(train.world_size)]
-    pieces = schedule_pieces(blocks, route_blocks(blocks, stages, topology), bucket_bytes)
+    pieces = schedule_pieces(blocks, route_blocks(blocks, stages), bucket_bytes)
     sides = inventory, train, rollout, train_library, rollout_library
-    return ReshardPlan(*sides, bucket_bytes, topology, blocks, pieces)
+    return ReshardPlan(*sides, bucket_bytes, blocks, pieces)

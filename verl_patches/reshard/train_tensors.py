@@ -8,15 +8,13 @@ rows, and under TP each rank joins its own part of each: gated fc1 is [gate's pa
 F this rank's part of an expert's intermediate size, e local experts.
 
     parameter                                  holds                              stacking                    libraries
-    ...experts.local_experts.{expert}.fc1      routed gate, up of one expert      as HF, [2F, H]              megatron-*
-    ...experts.linear_fc1.weight{expert}       the same by Transformer Engine     as HF, [2F, H]              megatron-*
-    ...experts.weight1   shape [H, e * 2F]     routed gate, up of all local ones  view(e, H, 2F), each .t()   all
-    ...experts.weight2   shape [e * F, H]      routed down of all local ones      view(e, F, H), each .t()    all
+    ...experts.local_experts.{expert}.fc1      routed gate, up of one expert      as HF, [2F, H]              megatron
+    ...experts.weight1   shape [H, e * 2F]     routed gate, up of all local ones  view(e, H, 2F), each .t()   mindspeed
+    ...experts.weight2   shape [e * F, H]      routed down of all local ones      view(e, F, H), each .t()    mindspeed
     ...self_attention.linear_qkv               q_a, kv_a (whole under TP)         as HF                       mindspeed
     every other one                            one kind, or gate and up           as HF                       all
 
-Names are tabulated in layout/sharding.py and reshard/parameters.py. megatron-core 0.12.2 views weight1 and weight2 so
-(megatron.core.transformer.moe.experts.GroupedMLP.forward), and so does MindSpeed
+Names are tabulated in layout/sharding.py and reshard/parameters.py. MindSpeed views weight1 and weight2 so
 (mindspeed.core.transformer.moe.experts.groupedmlp_forward): the shape of weight1 does not show the order of its memory.
 """
 
@@ -24,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,53 +32,11 @@ from verl_patches.layout.inventory import Inventory, build_inventory, read_model
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import Shard, local_parameters
 from verl_patches.memory.live_memory import storage_id, view_id
-from verl_patches.reshard import parameters as megatron
+from verl_patches.reshard.parameters import UNSTACKED, ParameterContents, named_weights, parse_name
 from verl_patches.reshard.rank_errors import gather
 from verl_patches.reshard.region import Region, region_view, shard_region
 
 NativeTensors = Mapping[str, torch.Tensor]  # the library's parameter name -> tensor, of one model chunk
-UNSTACKED, UP_STACK, DOWN_STACK = "as HF", "[H, e * 2F] used as view(e, H, 2F)", "[e * F, H] used as view(e, F, H)"
-_STACKS = {".mlp.experts.weight1": UP_STACK, ".mlp.experts.weight2": DOWN_STACK}
-
-
-class ParameterContents(NamedTuple):
-    """Describe what a parameter holds: HF kinds joined along rows, local layer, local expert (None: none or all).
-
-    `stacking`: UNSTACKED, or the stack of experts as which the parameter holds them: UP_STACK or DOWN_STACK.
-    """
-
-    kinds: tuple[str, ...]
-    layer: int | None
-    expert: int | None
-    stacking: str
-
-    def shape(self, hf_shape: Sequence[int], count: int) -> tuple[int, ...]:
-        """Return the parameter's shape; `hf_shape`: that of its joined HF tensors, in a stack those of one expert."""
-        if self.stacking == UNSTACKED:
-            return tuple(hf_shape)
-        rows, columns = hf_shape
-        return (columns, count * rows) if self.stacking == UP_STACK else (count * columns, rows)
-
-    def hf_views(self, tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
-        """Return views of the parameter in HF orientation: one for each of `count` local experts if stacked, else one.
-
-        Expects the parameter's own shape (see `shape`).
-        """
-        if self.stacking == UNSTACKED:
-            return [tensor]
-        split = megatron.split_weight1 if self.stacking == UP_STACK else megatron.split_weight2
-        return split(tensor, count)
-
-
-def parameter_contents(name: str, library: str) -> ParameterContents:
-    """Return what the parameter or buffer `name` of a GPTModel chunk holds; it may have wrapper prefixes ("module.").
-
-    Raises ConfigError for a name that no DeepSeek-V3 parameter of `library` has.
-    """
-    stacking = next((stack for end, stack in _STACKS.items() if name.endswith(end)), UNSTACKED)
-    if stacking != UNSTACKED:
-        library = "mindspeed"  # all libraries use the same GroupedMLP
-    return ParameterContents(*megatron.parse_name(name, library), stacking)
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,24 +79,10 @@ def train_tensors(
     return train_tensors_from_native(native_tensors(chunks), inventory, layout, rank, library)
 
 
-def inventory_and_library(
-    chunks: Sequence[torch.nn.Module], hf_config: Any, line: str, value: bool = False
-) -> tuple[Inventory, str]:
-    """Return the inventory of `hf_config` in the dtype of `chunks`, and their key of layout.sharding.LIBRARIES.
-
-    `value`: it is a value model (`build_inventory`).
-    """
+def trained_inventory(chunks: Sequence[torch.nn.Module], hf_config: Any, value: bool = False) -> Inventory:
+    """Return the inventory of `hf_config` in the dtype of `chunks`; `value`: of a value model (`build_inventory`)."""
     dtype = str(next(chunks[0].parameters()).dtype).removeprefix("torch.")
-    model = replace(read_model_shape(hf_config.to_dict()), torch_dtype=dtype)
-    return build_inventory(model, value), library_from_chunks(chunks, line)
-
-
-def library_from_chunks(chunks: Sequence[torch.nn.Module], line: str) -> str:
-    """Return the key of layout.sharding.LIBRARIES for the parameters of `chunks` on this line."""
-    if line == "a3":
-        return "mindspeed"
-    names = [name for chunk in chunks for name, _ in chunk.named_parameters()]
-    return "megatron-te" if any(megatron.local_name(name) != name for name in names) else "megatron-local"
+    return build_inventory(replace(read_model_shape(hf_config.to_dict()), torch_dtype=dtype), value)
 
 
 def model_layout(chunks: Sequence[torch.nn.Module]) -> ParallelLayout:
@@ -183,7 +125,7 @@ def train_tensors_from_native(
     for chunk, parameters in enumerate(native):
         layers = _chunk_layers(inventory, layout, rank, chunk)
         for name, parameter in parameters.items():
-            contents, parameter = parameter_contents(name, library), parameter.detach()
+            contents, parameter = parse_name(name, library), parameter.detach()
             layer = _global_id(layers, contents.layer)
             kinds = [kind for kind in contents.kinds if kind in inventory.kinds]
             held_experts: Sequence[int | None] = experts
@@ -277,7 +219,7 @@ def unwrap_chunks(chunks: Sequence[torch.nn.Module]) -> list[Any]:
 
 def native_tensors(chunks: Sequence[torch.nn.Module]) -> list[NativeTensors]:
     """Return the live parameters and correction biases of each of `chunks`, wrapped or not."""
-    return [dict(megatron.named_weights(chunk)) for chunk in unwrap_chunks(chunks)]
+    return [dict(named_weights(chunk)) for chunk in unwrap_chunks(chunks)]
 
 
 def _check_model(models: list[Any], inventory: Inventory, layout: ParallelLayout, rank: int) -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from verl_patches.reshard.destination import RolloutTensor
 from verl_patches.reshard.plan import ReshardPlan
 from verl_patches.reshard.rank_errors import ReshardError, catch_errors, gather, raise_on_any_rank
-from verl_patches.reshard.region import Region, overlap, region_view
+from verl_patches.reshard.region import Region, contains, overlap, region_view
 from verl_patches.reshard.train_tensors import TrainTensor
 
 _NO_CHECKSUM = torch.iinfo(torch.int64).max  # the checksum of a rank that does not hold the region
@@ -103,19 +103,11 @@ class Verifier:
     def _live_values(self, region: Region) -> Iterator[tuple[str, torch.Tensor]]:
         shape = self.parameters[region.name].shape
         parts = [part for part in self.destinations.get(region.name, ()) if overlap(part.region, region, shape)]
-        if not parts:
-            raise ReshardError(
-                f"{region}: expected in rollout memory of rank {self.rank}, found in no parameter; "
-                "this is a fault of this repository: report it"
-            )
+        if not parts or not all(contains(part.region, region, shape) for part in parts):
+            found = ", ".join(str(part.region) for part in parts) or "no part"
+            raise ReshardError(f"{region}: expected whole in rollout memory of rank {self.rank}, found {found}")
         for part in parts:
-            values = region_view(part.tensor, part.region, region, shape)
-            if values is None:
-                raise ReshardError(
-                    f"{region}: expected whole in {part.parameter}, found only {part.region}; "
-                    "this is a fault of this repository: report it"
-                )
-            yield part.parameter, values
+            yield part.parameter, region_view(part.tensor, part.region, region, shape)
 
     def _common_dtypes(self) -> dict[str, torch.dtype]:
         """Return the dtype in live memory of each kind of tensors, to which ranks cast what they train."""

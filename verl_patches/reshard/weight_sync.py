@@ -9,46 +9,34 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.memory.live_memory import post_load
 from verl_patches.reshard.destination import Destinations, learn_destinations
 from verl_patches.reshard.execute import Executor, SyncReport, build_executor
 from verl_patches.reshard.plan import ReshardPlan, plan_reshard
-from verl_patches.reshard.rank_errors import catch_errors, gather, raise_on_any_rank
-from verl_patches.reshard.train_tensors import TrainTensor, inventory_and_library, train_tensors, views_are_valid
+from verl_patches.reshard.rank_errors import catch_errors, raise_on_any_rank
+from verl_patches.reshard.train_tensors import TrainTensor, train_tensors, trained_inventory, views_are_valid
 from verl_patches.reshard.verify import Verifier, check_map
+from verl_patches.spec import RunSpec
 
 log = logging.getLogger(__name__)
-CHECK_ALL_REDUCES = 2  # all-reduces before the executor's: is the engine ready (worker/sharding.py), are the maps valid
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Hold the configuration of a worker's weight sync; `verify`: off, first (the first sync only) or every."""
-
-    train: ParallelLayout
-    rollout: ParallelLayout
-    line: str
-    bucket_bytes: int
-    verify: str
 
 
 class WorkerReshard:
-    """Sync the weights of one worker from its Megatron `chunks` to vLLM's `model`; every worker makes and runs one.
+    """Sync the weights of one worker of `run` from its Megatron `chunks` to vLLM's `model`; every worker has one.
 
     `reports` holds the report of each sync, oldest first, until `take_reports`.
     """
 
-    def __init__(self, settings: Settings, chunks: Sequence[torch.nn.Module], hf_config: Any, device: torch.device):
-        self.settings, self.chunks, self.device = settings, chunks, device
+    def __init__(self, run: RunSpec, chunks: Sequence[torch.nn.Module], hf_config: Any, device: torch.device):
+        self.run, self.chunks, self.device = run, chunks, device
         self.rank = dist.get_rank()
-        self.inventory, self.library = inventory_and_library(chunks, hf_config, settings.line)
+        self.inventory = trained_inventory(chunks, hf_config)
         self.sources: dict[str, TrainTensor] = {}
         self.destinations: Destinations  # `_map_moved_memory` sets it, and the plan
         self.plan: ReshardPlan
@@ -62,15 +50,15 @@ class WorkerReshard:
         with torch.no_grad():
             for constant in self.destinations.constants:  # padding, undefined after a dummy load or sleep
                 constant.target.fill_(constant.value)
-        verify = self.settings.verify == "every" or (self.settings.verify == "first" and not self.verified)
+        wanted = self.run.recipe.reshard.verify
+        verify = wanted == "every" or (wanted == "first" and not self.verified)
         if verify:
             verifier = Verifier(self.plan, self.rank, self.sources, self.destinations.tensors, self.device)
             report = self.executor.run(before=verifier.poison)
             self._verify(verifier, model)
         else:
             report = self.executor.run()
-        facts = {"collectives": report.collectives + CHECK_ALL_REDUCES, "verified": verify, "learnt": learnt}
-        self.reports.append({**asdict(report), **facts})
+        self.reports.append({**asdict(report), "verified": verify, "learnt": learnt})
         return report
 
     def _verify(self, verifier: Verifier, model: torch.nn.Module) -> None:
@@ -99,13 +87,11 @@ class WorkerReshard:
         log.info("weight sync: mapping the weights in training and in vLLM memory")
 
         def learn():
-            self.sources = train_tensors(self.chunks, self.inventory, self.settings.train, self.rank, self.library)
+            self.sources = train_tensors(self.chunks, self.inventory, self.run.train, self.rank, self.run.train_library)
             self.destinations = learn_destinations(model, self.inventory, rank=self.rank)
 
         raise_on_any_rank(catch_errors(learn), None, self.device, "training or rollout weights cannot be mapped")
-        whole = any(gather(self._shared_experts_are_whole()))
-        problems = catch_errors(lambda: self._make_plan("vllm-ascend" if whole else "vllm"))
-        raise_on_any_rank(problems, None, self.device, "no weight sync can be planned")
+        raise_on_any_rank(catch_errors(self._make_plan), None, self.device, "no weight sync can be planned")
         self.executor = build_executor(
             self.plan,
             self.rank,
@@ -116,20 +102,12 @@ class WorkerReshard:
         )
         return True
 
-    def _make_plan(self, rollout_library: str) -> None:
+    def _make_plan(self) -> None:
         self.plan = plan_reshard(
             self.inventory,
-            self.settings.train,
-            self.settings.rollout,
-            train_library=self.library,
-            rollout_library=rollout_library,
-            bucket_bytes=self.settings.bucket_bytes,
+            self.run.train,
+            self.run.rollout,
+            train_library=self.run.train_library,
+            rollout_library=self.run.rollout_library,
+            bucket_bytes=self.run.recipe.reshard.bucket_bytes,
         )
-
-    def _shared_experts_are_whole(self) -> bool:
-        """Return whether this engine has complete shared experts on every rank although it splits the rest by TP."""
-        for name, places in self.destinations.tensors.items():
-            parameter = self.inventory.by_name[name]
-            if parameter.kind == "shared_expert_gate":
-                return self.settings.rollout.tp > 1 and places[0].region.rows == parameter.shape[0]
-        return False

@@ -48,11 +48,6 @@ def gold_fault(gold: Any) -> str | None:
     return f"is {text!r:.60}, {kinds[0]}; expected the answer alone" if kinds else None
 
 
-def _asks_for(marker: str, prompt: str) -> bool:
-    """Return whether a prompt asks for the answer in the form of a marker of _FORMS."""
-    return marker in prompt and (marker == r"\boxed" or bool(re.search(_REQUEST.format(re.escape(marker)), prompt)))
-
-
 class GoldCheck:
     """Check gold answers by the parts of a run's reward; `skipped` are functions of the user, which are not called."""
 
@@ -76,11 +71,17 @@ class GoldCheck:
         if fault := gold_fault(gold):
             return f"the gold answer (reward_model.ground_truth) {fault}: {_REMEDY}"
         text = maths.last_box(str(gold)) or str(gold).strip()
-        asked = [form for marker, form in _FORMS.items() if _asks_for(marker, prompt)]
+        asked = []
+        for marker, form in _FORMS.items():
+            request = re.search(_REQUEST.format(re.escape(marker)), prompt)
+            if marker in prompt and (marker == r"\boxed" or request):
+                asked.append(form)
         answers = [form.format(text) for form in asked or _FORMS.values()]
         try:
-            if any(_is_right(score(source, answer, gold, extra_info)) for answer in answers):
-                return None
+            for result in (score(source, answer, gold, extra_info) for answer in answers):
+                right = result.get("acc", result["score"]) if isinstance(result, Mapping) else result
+                if float(right) >= 1:
+                    return None
         except ImportError as error:
             return f"verl's score of data_source {source!r} needs a package: {error}; install it"
         form = f"in the form that the prompt asks for, {answers[0]!r:.80}," if asked else "in each form"
@@ -101,7 +102,3 @@ def _source_fault(verls_score: Callable[..., Any], source: str) -> str | None:
     except Exception:  # it is known, and needs more than an empty answer
         pass
     return None
-
-
-def _is_right(result: Any) -> bool:
-    return float(result.get("acc", result["score"]) if isinstance(result, Mapping) else result) >= 1

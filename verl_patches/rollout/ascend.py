@@ -9,9 +9,9 @@ from typing import Any
 
 from verl_patches.errors import RecipeError
 
-# keys of additional_config, which verl passes on unread. The first is an argument of vLLM's LLM that verl 54c9b736 sets
-# itself (rollout/engine.py), the second is recipe.rollout.ascend.vllm_sleep_mode
-PREFIX_CACHING, VLLM_SLEEP_MODE = "enable_prefix_caching", "vllm_sleep_mode"
+# a key of additional_config, which verl passes on unread: an argument of vLLM's LLM that verl 54c9b736 sets itself
+# (rollout/engine.py)
+PREFIX_CACHING = "enable_prefix_caching"
 
 
 def write_decode_kv(forward: Callable) -> Callable:
@@ -103,31 +103,6 @@ def reorder_top_k_top_p(original: Callable) -> Callable:
         return original(logits, p=top_p, k=top_k)
 
     return apply
-
-
-def pass_multistream_mla(init: Callable) -> Callable:
-    """Wrap CustomDeepseekV2MLAAttention.__init__ so that decode graphs get enable_multistream_mla.
-
-    Upstream's vllm_ascend.models.deepseek_v2.CustomDeepseekV2MLAAttention.forward computes the flag but does not pass
-    it on where torchair is enabled, so that only the query's norm runs in the second stream.
-    """
-
-    @functools.wraps(init)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        if self.enable_multistream_mla and self.torchair_graph_enabled:
-            self.mla_attn.impl.forward = _pass_multistream(self.mla_attn.impl.forward)
-
-    return __init__
-
-
-def _pass_multistream(forward: Callable) -> Callable:
-    from vllm.forward_context import get_forward_context
-
-    def forward_in_streams(*args: Any, **kwargs: Any) -> Any:
-        return forward(*args, enable_multistream_mla=not get_forward_context().with_prefill, **kwargs)
-
-    return forward_in_streams
 
 
 def share_dp_metadata(has_unfinished_requests_dp: Callable) -> Callable:

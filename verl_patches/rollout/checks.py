@@ -45,8 +45,7 @@ def rollout_checks(run: RunSpec) -> Iterator[Check]:
 def ascend_checks(run: RunSpec) -> Iterator[Check]:
     """Refuse options with which the pinned vllm-ascend would compute wrongly or wait forever, on NPUs."""
     if run.as_npu and run.samples:
-        graph_rules = _expert_streams, _decode_heads, _graphs, _graph_sizes
-        for rule in (_scheduler, _prefix_cache, _mixed_batches, *graph_rules, _groups):
+        for rule in (_scheduler, _expert_streams, _decode_heads, _graphs, _graph_sizes):
             yield from rule(run)
 
 
@@ -54,12 +53,6 @@ def _scheduler(run: RunSpec) -> Iterator[Check]:
     options, recipe = run.ascend, run.recipe.rollout
     if not (options.get("ascend_scheduler_config") or {}).get("enabled"):
         return
-    if recipe.rebalance_every is not None:
-        text = (
-            f"recipe.rollout.rebalance_every is {recipe.rebalance_every} with {_ASCEND}.scheduler=ascend; expected "
-            "null, or scheduler=v1, whose running requests can move between data-parallel ranks (level=tuned)"
-        )
-        yield Check("Ascend scheduler", False, text)
     if not run.splits_prompts and options.get("chunked_prefill_for_mla") and recipe.ascend.prefix_caching:
         text = (
             f"{_ASCEND}: scheduler=ascend, chunked_prefill_for_mla and prefix_caching are all on; expected one of them "
@@ -67,34 +60,6 @@ def _scheduler(run: RunSpec) -> Iterator[Check]:
             "(vllm_ascend.attention.mla_v1.AscendMLAMetadataBuilder.build, vllm-ascend issue 1553)"
         )
         yield Check("Ascend scheduler", False, text)
-
-
-def _prefix_cache(run: RunSpec) -> Iterator[Check]:
-    row = "rollout.llm_arguments"
-    if not run.recipe.rollout.ascend.prefix_caching and row not in run.rows:
-        text = (
-            f"{_ASCEND}.prefix_caching is false and row {row} is off, so verl's enable_prefix_caching=True applies "
-            "(verl.workers.rollout.vllm_rollout.vllm_rollout_spmd.vLLMRollout.__init__); "
-            f"expected recipe.patches without -{row}, or prefix_caching=true"
-        )
-        yield Check("prefix cache", False, text)
-
-
-def _mixed_batches(run: RunSpec) -> Iterator[Check]:
-    """Refuse graphs without row rollout.ascend_decode_kv, as batches of decodes and prefills come with any scheduler.
-
-    A prompt of which all but one token are in the prefix cache counts as a decode.
-    """
-    row = "rollout.ascend_decode_kv"
-    if not run.graphs:
-        return
-    fault = (
-        f"row {row} is off and {_ASCEND}.graphs is true: in a batch of decodes and prefills "
-        "the KV of decode tokens would not be written (vllm_ascend.attention.mla_v1.AscendMLAImpl.forward); "
-        f"expected recipe.patches without -{row}, or no graphs"
-    )
-    text = f"row {row} writes the KV of all tokens in batches of decodes and prefills"
-    yield either("mixed batches", row in run.rows, text, fault)
 
 
 def _expert_streams(run: RunSpec) -> Iterator[Check]:
@@ -148,14 +113,3 @@ def _graph_sizes(run: RunSpec) -> Iterator[Check]:
             "(vllm_ascend.worker.model_runner_v1.NPUModelRunner.check_torchair_graph_batch_sizes)"
         )
         yield Check("graph sizes", False, text)
-
-
-def _groups(run: RunSpec) -> Iterator[Check]:
-    row, groups = "rollout.ascend_expert_groups", run.hf_config.get("n_group")
-    if run.model.n_routed_experts != 256 and groups not in (None, 1) and row not in run.rows:
-        text = (
-            f"row {row} is off with {run.model.n_routed_experts} routed experts in {groups} groups; expected "
-            f"recipe.patches without -{row}, 256 experts or 1 group: vllm-ascend ranks a group by its best expert, "
-            "DeepSeek-V3 by its two best (vllm_ascend.ops.fused_moe.native_grouped_topk)"
-        )
-        yield Check("expert groups", False, text)

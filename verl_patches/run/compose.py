@@ -25,7 +25,7 @@ from verl_patches.layout.inventory import first_layers, read_model_shape
 from verl_patches.patching.spec import LINES, PatchSpec
 from verl_patches.recipe import VLLM_DTYPES, Recipe, recipe_from, recipe_keys
 from verl_patches.rewards.parts import reward_parts
-from verl_patches.run.engine_options import write_engine_options
+from verl_patches.run.engine_options import check_engine_options, rewrite_engine_options
 from verl_patches.run.resolve import CONFIGS_DIR, LAYER_COUNT_KEYS, MODEL_LAYERS_KEY, model_shape_file, resolve
 from verl_patches.run.run_start import with_start
 from verl_patches.run.verl_values import check_recipe, check_verl_values
@@ -97,14 +97,14 @@ def compose_config(config_name: str, overrides: Sequence[str] = (), *, verl_path
         with initialize_config_dir(str(CONFIGS_DIR), version_base="1.3"):
             composed = hydra_compose(name, [f"hydra.searchpath=[file://{upstream}]", *overrides])
         config = OmegaConf.create(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
-    # a ValueError is for text that is not UTF-8, or a number of 5,000 digits, which Python does not convert
-    except (HydraException, OmegaConfBaseException, YAMLError, ValueError, RecursionError) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:  # ValueError: not UTF-8
         raise ConfigError(_explain_error(error, name, base)) from error
     _refuse_secrets(leaves(OmegaConf.to_container(config)))
     check_recipe(OmegaConf.to_container(config.recipe))
     check_verl_values(OmegaConf.to_container(config), OmegaConf.to_container(base))
     reward_parts(config)
-    write_engine_options(config, override_keys(overrides))
+    check_engine_options(config, override_keys(overrides), config)
+    rewrite_engine_options(config)
     _write_layer_count(config)
     config.recipe.output_root = str(output_root(config.recipe.output_root))  # workers have other current folders
     folder = Path(config.recipe.output_root, config.recipe.run)
@@ -202,12 +202,6 @@ def _explain_error(error: BaseException, name: str, base: DictConfig) -> str:
     """Return Hydra's error as one sentence that says what to change."""
     if isinstance(error, YAMLError):
         return f"config {name}: {' '.join(str(error).split())}"
-    if isinstance(error, RecursionError):
-        causes = "its defaults include the file itself, or an override has hundreds of brackets"
-        return f"{CONFIGS_DIR / name}.yaml is nested too deeply: {causes}"
-    if isinstance(error, UnicodeDecodeError):
-        for file in CONFIGS_DIR.rglob("*.yaml"):
-            read_yaml(file)  # raises a ConfigError that names the file
     texts: list[str] = []
     cause: BaseException | None = error
     while cause is not None:

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_patches.errors import ConfigError
 from verl_patches.patching.spec import LEVELS
 from verl_patches.platform import as_npu
-from verl_patches.rollout.ascend import PREFIX_CACHING, VLLM_SLEEP_MODE
+from verl_patches.rollout.ascend import PREFIX_CACHING
 
 ASCEND_KEY, ROLLOUT_KEY = "recipe.rollout.ascend", "actor_rollout_ref.rollout"
 OPTIONS_KEY = f"{ROLLOUT_KEY}.engine_kwargs.vllm.additional_config"
@@ -28,17 +28,10 @@ OPTION_PATHS = {
     "scheduler": f"{_SCHEDULER}.enabled",
     "chunked_prefill_for_mla": "chunked_prefill_for_mla",
     "prefix_caching": PREFIX_CACHING,
-    "vllm_sleep_mode": VLLM_SLEEP_MODE,
 }
 _ABSENT = object()  # a key whose value is null is present
 # keys of ROLLOUT_KEY that recipe.rollout.ascend.graphs decides
 _GRAPH_DECIDED_KEYS = ("enforce_eager", "free_cache_engine")
-
-
-def write_engine_options(config: DictConfig, overrides: Collection[str]) -> None:
-    """Check recipe.rollout.ascend and write it into `config`; do nothing unless the platform is npu or npu_emulated."""
-    check_engine_options(config, overrides, config)
-    rewrite_engine_options(config)
 
 
 def check_engine_options(config: DictConfig, overrides: Collection[str], given: DictConfig) -> None:

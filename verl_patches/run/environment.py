@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from verl_patches.errors import Check
-from verl_patches.memory.schedule import uses_vllm_sleep
 from verl_patches.patching.switches import PATCHES_VAR
 from verl_patches.platform.npu import INTERFACE_VARIABLES
 from verl_patches.platform.npu.machine import ld_preload
@@ -21,7 +19,6 @@ from verl_patches.run.record.loggers import LOGGERS, chosen_loggers
 from verl_patches.shared_files import can_write_below
 from verl_patches.spec import RunSpec
 from verl_patches.upstream.pins import load_pins
-from verl_patches.upstream.support import shell_findings
 
 # files in a run's folder that its driver reads: the composed configuration, and the facts of the run (RunSpec.text)
 CONFIG_FILE, FACTS_FILE = "config.yaml", "facts.json"
@@ -130,7 +127,7 @@ def _npu_variables(run: RunSpec) -> dict[str, tuple[str, ...]]:
         "workspaces are prepared off the main thread too; torch_npu refuses it only while it captures an NPUGraph "
         "(c10_npu::NPUGraph::capture_begin), and graphs here are torchair's"
     )
-    by_vllm = uses_vllm_sleep(run.verl.actor_rollout_ref.rollout, recipe) or "memory.sleep_mode" not in run.rows
+    by_vllm = "memory.sleep_mode" not in run.rows
     segments = (
         "vLLM's sleep mode needs memory pools, which expandable segments break; vllm-ascend checks the CUDA name only"
         if by_vllm
@@ -153,11 +150,7 @@ def _npu_variables(run: RunSpec) -> dict[str, tuple[str, ...]]:
         **_socket_variables(run),
         "ASCEND_GLOBAL_EVENT_ENABLE": ("0", "plog has errors alone; with 1, the default, events too"),
         "TASK_QUEUE_ENABLE": ("2", queue),
-        "CPU_AFFINITY_CONF": (
-            "0",
-            "it counts the dies that a process sees, and each of Ray's workers sees one; patch update.bind_cores binds "
-            "workers to cores instead",
-        ),
+        "CPU_AFFINITY_CONF": ("0", "it counts the dies that a process sees, and each of Ray's workers sees one"),
         "PYTORCH_NPU_ALLOC_CONF": (f"expandable_segments:{not by_vllm}", segments),
     }
 
@@ -168,7 +161,7 @@ def _driver_variables(run: RunSpec, temp_dir: str | None) -> dict[str, tuple[str
     path = os.pathsep.join(dict.fromkeys([str(REPOSITORY), *map(str, run.trees.folders), *filter(None, given)]))
     temp, recipe = temp_dir or "(made at start)", run.recipe
     variables = {
-        "PYTHONPATH": (path, "this checkout, then the upstream trees of --upstream or --verl-path"),
+        "PYTHONPATH": (path, "this checkout, then the upstream trees of --upstream"),
         "PYTHONUNBUFFERED": ("1", "log lines are written at once"),
         "TMPDIR": (temp, "scratch files in one folder that is removed after the run"),
     }
@@ -181,8 +174,6 @@ def _driver_variables(run: RunSpec, temp_dir: str | None) -> dict[str, tuple[str
         variables["XDG_CACHE_HOME"] = (f"{temp}/cache", "caches of datasets and torch; the home folder is not writable")
     if recipe.platform == "npu" and (libraries := ld_preload(os.environ)):
         variables["LD_PRELOAD"] = (libraries, "jemalloc, which gives host memory back to the system")
-    if recipe.ray_port is not None:
-        variables["RAY_GCS_SERVER_PORT"] = (str(recipe.ray_port), "recipe.ray_port")
     return {name: (*entry, "driver") for name, entry in variables.items()}
 
 
@@ -200,13 +191,3 @@ def process_environment(variables: list[Variable], base: Mapping[str, str]) -> d
     merged.update({v.name: v.value for v in variables if v.where != "node"})
     merged["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), merged.get("PATH", os.defpath)])
     return merged
-
-
-def environment_checks(run: RunSpec) -> Iterator[Check]:
-    """Refuse variables of the shell that no pin reads or that hold no allowed value, unless the run replaces them."""
-    own = {variable.name for variable in environment_variables(run) if variable.where != "node"}
-    decided = own | {*DROPPED_VARIABLES}
-    for finding in shell_findings(run.line, replaced=decided):
-        if finding.state == "problem":
-            text = f"{finding.name} is {finding.found}, expected {finding.expected}; {finding.todo}"
-            yield Check("environment", False, text)

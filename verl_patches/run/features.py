@@ -19,21 +19,17 @@ from verl_patches.step.log_probs.ratio_settings import has_correction
 def feature_states(run: RunSpec) -> dict[str, bool]:
     """Return {feature that rows of the catalogue name: whether it is on in a run}."""
     recipe = run.recipe
-    train, rollout = recipe.train, recipe.rollout
+    train = recipe.train
     return {
         "critic": run.has_critic,
         "dynamic_batches": has_dynamic_batches(run.verl.actor_rollout_ref),
-        "expert_load": recipe.expert_load,
         "fixed_data": not run.samples,
-        "overlap_grad_reduce": train.overlap_grad_reduce,
         "graphs": bool(run.graphs),
         "memory_ledger": recipe.memory.ledger != "off",
-        "multistream_mla": rollout.ascend.multistream_mla,
         "on_policy": train.skip_old_log_prob
         or train.importance_ratio == "sequence"
         or has_correction(recipe.rollout_correction)
         or not run.samples,
-        "rebalance": rollout.rebalance_every is not None,
         "remote_code": recipe.trust_remote_code,
         "reward_models": bool(run.reward_models),
         "routing_replay": train.routing_replay is not None,

@@ -25,7 +25,7 @@ from verl_patches.run.resolve import model_changes
 from verl_patches.run.run_start import start_checkpoints
 from verl_patches.shared_files import disk_folder, file_fault, free_bytes
 from verl_patches.spec import RunSpec
-from verl_patches.values import loading_errors, size_text
+from verl_patches.values import size_text
 from verl_patches.weights.manifest import TRACKER, read_manifest
 from verl_patches.weights.run_folders import value_model_folder
 from verl_patches.weights.source import open_source
@@ -80,7 +80,7 @@ def _weights_check(run: RunSpec, folder: Path) -> Check:
     if not weight_files(folder) and not (folder / TRACKER).exists():
         return Check(name, True, f"{folder} has no weight files, so none were checked", note=True)
     try:
-        source = open_source(folder, expert_split=run.recipe.train.expert_split)
+        source = open_source(folder)
     except ConfigError as error:
         return Check(name, False, str(error))
     source_text = {"hf": "a HF folder", "megatron": "a Megatron folder", "checkpoint": "a checkpoint"}[source.kind]
@@ -200,26 +200,6 @@ def hook_checks(run: RunSpec) -> Iterator[Check]:
                 yield _absent_check("hooks", [where], key, must_exist, "a Python file")
         elif PathFinder.find_spec(package := where.partition(".")[0], folders) is None:
             yield _absent_check("hooks", [f"package {package}"], key, run.platform != "npu", "one on PYTHONPATH")
-
-
-def require_dataset_class(path: str | None, name: str | None) -> None:
-    """Load the user's dataset class, data.custom_cls, as verl does; raise ConfigError where verl would fail.
-
-    The run's controller calls it, as this executes the file.
-    """
-    if not has_own_dataset(path):
-        return
-    from torch.utils.data import Dataset
-    from verl.utils.import_utils import load_extern_type
-
-    expected = f"a Python file, *.py, with a subclass of torch.utils.data.Dataset of name {name} (data.custom_cls.name)"
-    with loading_errors(f"data.custom_cls.path {path}: expected {expected}", str(path)):
-        try:
-            found = load_extern_type(path, name)
-        except RuntimeError as error:  # verl's, whose cause is the error of the user's file
-            raise error.__cause__ or error from None
-        if not issubclass(found, Dataset):
-            raise TypeError(f"{found.__name__} is a class of another kind")
 
 
 # disk space for what the run writes

@@ -271,10 +271,7 @@ def check_ports(run: RunSpec, proc: Path = PROC) -> Check:
             f"{todo}, or reserve them on every node: sysctl -w net.ipv4.ip_local_reserved_ports={first}-{last}"
         )
         return Check(name, False, text)
-    spans = RayPorts().spans()
-    if (port := run.recipe.ray_port) is not None:
-        spans["recipe.ray_port"] = port, port
-    taken = [(name, a, b) for name, (a, b) in spans.items() if a <= last and first <= b]
+    taken = [(name, a, b) for name, (a, b) in RayPorts().spans().items() if a <= last and first <= b]
     if taken:
         names = ", ".join(f"{name} {a} to {b}" if b > a else f"{name} {a}" for name, a, b in taken)
         return Check(name, False, f"{ports_text}, which overlap those of {names}; {todo}")

@@ -22,12 +22,6 @@ _NO_LOCK_ERRNOS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 _WRITABLE_FOLDER = "expected a writable folder (recipe.output_root, recipe.run)"
 
 
-def require_output_folder(run: RunSpec) -> None:
-    """Refuse a run whose folder could not be made; nothing is written."""
-    if not can_write_below(str(run.home)):
-        raise ConfigError(f"{run.home}: {_WRITABLE_FOLDER}, found one that this user cannot write, or no folder")
-
-
 def require_lasting_folders(run: RunSpec) -> None:
     """Refuse a run on NPUs that would write into its container's own file system, which is deleted with it.
 
@@ -55,7 +49,8 @@ def require_lasting_folders(run: RunSpec) -> None:
 
 def require_start(run: RunSpec) -> NextStart:
     """Return where the run would start, without writing; raise ConfigError where it could not (run/run_start.py)."""
-    require_output_folder(run)
+    if not can_write_below(str(run.home)):
+        raise ConfigError(f"{run.home}: {_WRITABLE_FOLDER}, found one that this user cannot write, or no folder")
     if run.no_start:
         raise ConfigError(run.no_start)
     return run.start
@@ -75,7 +70,7 @@ def lock_run(run: RunSpec) -> Iterator[None]:
 
 
 def make_start_folder(run: RunSpec, start: NextStart) -> str:
-    """Make the folder of a start, note in its progress.log which checkpoints it leaves aside, and return its name."""
+    """Make the folder of a start, note in its progress.log if it finds no checkpoint, and return its name."""
     homes = _start_homes(run)
     source = None if start.parent or not start.resumed else str(start.resumed)
     try:
@@ -84,9 +79,8 @@ def make_start_folder(run: RunSpec, start: NextStart) -> str:
         raise ConfigError(f"{homes[0]}: {_WRITABLE_FOLDER}, found: {error}") from error
     fresh = f"trainer.resume_mode=auto: no start of {run.recipe.run} has a checkpoint, starting from step 1"
     begins = run.verl.trainer.resume_mode == "auto" and start.resumed is None and recipe_saves_checkpoints(run)
-    for text in (fresh if begins else "", start.others):
-        if text:
-            Progress(homes[0] / name).say(f"| {text}")
+    if begins:
+        Progress(homes[0] / name).say(f"| {fresh}")
     return name
 
 

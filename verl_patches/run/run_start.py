@@ -17,7 +17,6 @@ from omegaconf import OmegaConf
 
 from verl_patches.errors import ConfigError
 from verl_patches.spec import NextStart, RunSpec
-from verl_patches.values import size_text
 from verl_patches.weights.manifest import Manifest
 from verl_patches.weights.run_folders import (
     CHECKPOINTS,
@@ -61,13 +60,6 @@ def next_start(run: RunSpec) -> NextStart:
     Raise ConfigError where the checkpoint is damaged or absent, where the run has reached its total of steps, where its
     data differ, and where `auto` would begin at step 1 beside checkpoints of the same name.
     """
-    for home in run_homes(run):
-        if (home / "summary.json").exists():
-            raise ConfigError(
-                f"{home}: expected folders 0001, 0002, ..., found summary.json of an earlier version of this recipe, "
-                "in which all starts of a run shared one folder: give the run another name (recipe.run); to resume "
-                "from its checkpoints, set trainer.resume_mode=resume_path"
-            )
     if not recipe_saves_checkpoints(run):
         return NextStart()
     trainer, starts = run.verl.trainer, list_starts(run_checkpoints_home(run))
@@ -81,14 +73,14 @@ def next_start(run: RunSpec) -> NextStart:
         if (resumed := chains[name].newest()) is None:
             _refuse_to_begin(run, chains, starts[-1].source)
     if resumed is None:
-        return NextStart(others=_others_text(run, CheckpointChain((), tuple(starts))))
+        return NextStart()
     manifest = require_whole_checkpoint(resumed)
     step = manifest.facts["step"]
     require_steps_left(resumed, step, *_total_steps(run, manifest))
     require_same_data(resumed, manifest, data_facts(run.verl.data.train_files), run.recipe.resume_other_data)
     chain = chains[name].up_to(step) if name else CheckpointChain((), tuple(starts))
     parent, held = (name, step) if name else None, len(chain.checkpoints())
-    return NextStart(resumed, step, parent, held, _others_text(run, chain))
+    return NextStart(resumed, step, parent, held)
 
 
 def with_start(run: RunSpec) -> RunSpec:
@@ -124,16 +116,6 @@ def _refuse_to_begin(run: RunSpec, chains: dict[str, CheckpointChain], source: s
         f"trainer.resume_mode=auto: expected a complete checkpoint of {[*chains][-1]}, the newest start of "
         f"{run.recipe.run}, or of the starts that it resumed, found none, but {owner} {other}; nothing was started. To "
         f"resume from that: {resume_overrides(other)}; to start at step 1: trainer.resume_mode=disable"
-    )
-
-
-def _others_text(run: RunSpec, chain: CheckpointChain) -> str:
-    sizes = chain.other_start_bytes()
-    if not sizes:
-        return ""
-    return (
-        f"{run_checkpoints_home(run)}: other starts ({', '.join(sizes)}) hold {size_text(sum(sizes.values()))} of "
-        "checkpoints, which this run neither uses nor removes"
     )
 
 

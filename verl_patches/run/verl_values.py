@@ -1,8 +1,8 @@
-"""Check the values of a configuration: types and bounds of verl's keys that a run depends on, and the recipe section.
+"""Check the values of a configuration: verl's keys by the types of verl's own defaults, and the recipe section.
 
-verl itself checks few of them, and late: in the workers, after Ray, Megatron and vLLM have started. A key that is not
-listed here is not checked, except one that is true or false in verl's own file. A listed key may be missing, as pinned
-versions of verl differ. Sections and names are those of verl's ppo_megatron_trainer.yaml.
+verl itself checks few of them, and late: in the workers, after Ray, Megatron and vLLM have started. KEY_TYPES has the
+names whose values have bounds; verl uses a name alike in all of its sections. Any other key has the type of its default
+in verl's ppo_megatron_trainer.yaml, and is not checked where that is null or another key's value.
 """
 
 from __future__ import annotations
@@ -38,165 +38,108 @@ Logger = Literal["console", "tensorboard", "wandb", "mlflow", "swanlab", "vemlp_
 LoadFormat = Literal[
     "dummy", "dummy_megatron", "dummy_hf", "dummy_dtensor", "auto", "safetensors", "pt", "npcache", "fastsafetensors"
 ]
+_DEFAULT_TYPES: dict[type, Any] = {str: Text, dict: dict[str, Any] | None, list: list[Any]}
+_VLLM = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 _GREEDY = (
     "greedy responses of one prompt are equal, so their advantages are 0; for greedy validation set "
     "actor_rollout_ref.rollout.val_kwargs.do_sample=false and leave val_kwargs.temperature at 0"
 )
 
 
-_MEGATRON = {
+# {last part of a key, or a whole key that verl's file does not name, or that has bounds of its own: type}
+KEY_TYPES: dict[str, Any] = {
+    # data
+    "train_files": Text | list[Text],
+    "val_files": Text | list[Text],
+    "max_prompt_length": Count,
+    "max_response_length": Count,
+    "train_batch_size": Count,
+    "val_batch_size": Count,
+    "truncation": Literal["left", "right", "middle", "error"],
+    "data.dataloader_num_workers": Natural | None,
+    # files and names
+    "path": Text,
+    "name": Text,
+    "external_lib": Text | None,
+    "default_hdfs_dir": Text,
+    "data.trust_remote_code": bool,  # line a3's verl reads it, and the model's, but does not name it in its file
+    "actor_rollout_ref.model.trust_remote_code": bool,
+    # sizes of batches and layouts
+    "ppo_mini_batch_size": Count,
+    "ppo_micro_batch_size": Count,
+    "ppo_micro_batch_size_per_gpu": Count,
+    "ppo_max_token_len_per_gpu": Count | None,
+    "log_prob_micro_batch_size": Count,
+    "log_prob_micro_batch_size_per_gpu": Count,
+    "ppo_epochs": Count,
+    "rollout_n": Count,
     "tensor_model_parallel_size": Count,
     "expert_model_parallel_size": Count,
     "expert_tensor_parallel_size": Count | None,
     "pipeline_model_parallel_size": Count,
     "virtual_pipeline_model_parallel_size": Count | None,
     "context_parallel_size": Count,
+    "activations_checkpoint_num_layers": Natural | Literal["auto"] | list[Natural],
     "seed": Seed,
-    "override_transformer_config": dict[str, Any] | None,
-    "grad_offload": bool | None,
-    "optimizer_offload": bool | None,
+    "data.seed": Seed | None,
+    "actor_rollout_ref.rollout.seed": Seed | None,
+    # loss, optimizer, advantage
+    "strategy": Literal["megatron"],  # verl compares the critic's with the actor's, also without a critic
+    "clip_ratio": Positive,
+    "clip_ratio_low": Positive | None,
+    "clip_ratio_high": Positive | None,
+    "clip_ratio_c": Annotated[float, Field(gt=1, allow_inf_nan=False)] | None,
+    "cliprange_value": Positive,
+    "loss_agg_mode": Loss,
+    "kl_loss_type": Divergence,
+    "kl_penalty": Divergence,
+    "entropy_coeff": NotNegative,
+    "kl_loss_coef": NotNegative,
+    "kl_coef": NotNegative,
+    "horizon": Positive,
+    "target_kl": Positive,
+    "type": Literal["fixed", "adaptive"],
+    "gamma": Share,
+    "lam": Share,
+    "adv_estimator": Advantage,
+    "lr": Positive,
+    "clip_grad": Positive | None,
+    "lr_warmup_steps": Interval | None,
+    "lr_warmup_steps_ratio": Share | None,
+    "min_lr_ratio": Share,
+    "weight_decay": NotNegative,
+    # rollout
+    "temperature": Annotated[Positive, Field(description=_GREEDY)],
+    "actor_rollout_ref.rollout.val_kwargs.temperature": NotNegative,
+    "top_k": Annotated[int, Field(ge=-1)],
+    "top_p": Probability,
+    "n": Count,
+    "gpu_memory_utilization": Probability,
+    "load_format": LoadFormat,
+    "max_num_batched_tokens": Count,
+    "max_model_len": Count,
+    "max_num_seqs": Count,
+    f"{_VLLM}.max_num_seqs": Count | None,
+    f"{_VLLM}.data_parallel_size": Count | None,
+    f"{_VLLM}.additional_config.ascend_scheduler_config.max_num_batched_tokens": Count | None,
+    # trainer
+    "total_epochs": Count,
+    "total_training_steps": Interval,
+    "trainer.total_training_steps": Count | None,
+    "logger": list[Logger] | Logger,
+    "device": Literal["cuda", "npu", "cpu"],
+    "nnodes": Count,
+    "n_gpus_per_node": Count,
+    "save_freq": Interval,
+    "test_freq": Interval,
+    "critic_warmup": Natural,
+    "resume_mode": Literal["disable", "auto", "resume_path"],
+    "resume_from_path": Text | Literal[False],
+    "max_actor_ckpt_to_keep": Count,
+    "reward_manager": Literal["naive", "prime", "batch", "dapo"],
+    "custom_reward_function.reward_kwargs": dict[str, Any] | None,
+    "num_cpus": Count,
 }
-_SECTIONS = {
-    "data": {
-        "custom_cls": {"path": Text | None, "name": Text | None},
-        "reward_fn_key": Text,
-        "train_files": Text | list[Text],
-        "val_files": Text | list[Text],
-        "prompt_key": Text,
-        "max_prompt_length": Count,
-        "max_response_length": Count,
-        "train_batch_size": Count,
-        "val_batch_size": Count | None,
-        "filter_overlong_prompts_workers": Count | None,
-        "seed": Seed | None,
-        "truncation": Literal["left", "right", "middle", "error"],
-        "dataloader_num_workers": Natural | None,
-        "trust_remote_code": bool,
-    },
-    "actor_rollout_ref": {
-        "model": {
-            "path": Text,
-            "override_config": {"model_config": dict[str, Any] | None},
-            "external_lib": Text | None,
-            "trust_remote_code": bool,  # line a3's verl reads it, and data's, but does not name it in its file
-            "gradient_checkpointing_kwargs": {
-                "activations_checkpoint_num_layers": Natural | Literal["auto"] | list[Natural] | None
-            },
-        },
-        "actor": {
-            "ppo_mini_batch_size": Count,
-            "ppo_micro_batch_size": Count | None,
-            "ppo_micro_batch_size_per_gpu": Count | None,
-            "ppo_max_token_len_per_gpu": Count | None,
-            "clip_ratio": Positive,
-            "clip_ratio_low": Positive | None,
-            "clip_ratio_high": Positive | None,
-            "clip_ratio_c": Annotated[float, Field(gt=1, allow_inf_nan=False)] | None,
-            "strategy": Literal["megatron"],
-            "loss_agg_mode": Loss,
-            "kl_loss_type": Divergence,
-            "entropy_coeff": NotNegative,
-            "kl_loss_coef": NotNegative,
-            "ppo_epochs": Count,
-            "optim": {
-                "lr": Positive,
-                "clip_grad": Positive | None,
-                "lr_warmup_steps": Interval | None,
-                "lr_warmup_steps_ratio": Share | None,
-                "min_lr_ratio": Share | None,
-                "total_training_steps": Interval,
-                "weight_decay": NotNegative,
-            },
-            "megatron": _MEGATRON,
-        },
-        "ref": {
-            "strategy": Literal["megatron"],
-            "log_prob_micro_batch_size": Count | None,
-            "log_prob_micro_batch_size_per_gpu": Count | None,
-            "megatron": _MEGATRON,
-        },
-        "rollout": {
-            "name": Text,
-            "mode": Text,
-            "temperature": Annotated[Positive, Field(description=_GREEDY)],
-            "top_k": Annotated[int, Field(ge=-1)],
-            "top_p": Probability,
-            "n": Count,
-            "seed": Seed | None,
-            "dtype": Text,
-            "gpu_memory_utilization": Probability,
-            "load_format": LoadFormat,
-            "engine_kwargs.vllm": {
-                "max_num_seqs": Count | None,
-                "enable_expert_parallel": bool | None,
-                "data_parallel_size": Count | None,
-                "additional_config.ascend_scheduler_config": {
-                    "enable_chunked_prefill": bool | None,
-                    "max_num_batched_tokens": Count | None,
-                },
-            },
-            "val_kwargs": {
-                "n": Count,
-                "temperature": NotNegative,
-                "top_k": Annotated[int, Field(ge=-1)],
-                "top_p": Probability,
-            },
-            "tensor_model_parallel_size": Count,
-            "max_num_batched_tokens": Count,
-            "max_model_len": Count | None,
-            "max_num_seqs": Count,
-            "log_prob_micro_batch_size": Count | None,
-            "log_prob_micro_batch_size_per_gpu": Count | None,
-        },
-    },
-    "algorithm": {
-        "kl_ctrl": {
-            "type": Literal["fixed", "adaptive"],
-            "kl_coef": NotNegative,
-            "horizon": Positive,
-            "target_kl": Positive,
-        },
-        "gamma": Share,
-        "lam": Share,
-        "adv_estimator": Advantage,
-        "kl_penalty": Divergence,
-        "norm_adv_by_std_in_grpo": bool | None,
-    },
-    "trainer": {
-        "total_epochs": Count,
-        "total_training_steps": Count | None,
-        "project_name": Text,
-        "experiment_name": Text,
-        "logger": list[Logger] | Logger,
-        "device": Literal["cuda", "npu", "cpu"],
-        "nnodes": Count,
-        "n_gpus_per_node": Count,
-        "save_freq": Interval,
-        "test_freq": Interval,
-        "critic_warmup": Natural,
-        "resume_mode": Literal["disable", "auto", "resume_path"],
-        "resume_from_path": Text | Literal[False] | None,
-        "default_local_dir": Text,
-        "default_hdfs_dir": Text | None,
-        "max_actor_ckpt_to_keep": Count | None,
-    },
-    "custom_reward_function": {"path": Text | None, "name": Text, "reward_kwargs": dict[str, Any] | None},
-    "critic": {
-        "strategy": Literal["megatron"],  # verl compares it with the actor's, also without a critic
-        "rollout_n": Count,
-        "optim": {"lr": Positive, "clip_grad": Positive | None, "weight_decay": NotNegative},
-        "model": {"path": Text},
-        "ppo_mini_batch_size": Count,
-        "ppo_micro_batch_size_per_gpu": Count | None,
-        "ppo_epochs": Count,
-        "cliprange_value": Positive,
-        "loss_agg_mode": Loss,
-        "megatron": _MEGATRON,
-    },
-    "reward_model": {"strategy": Literal["megatron"], "reward_manager": Literal["naive", "prime", "batch", "dapo"]},
-    "ray_init": {"num_cpus": Count | None},
-}
-KEY_TYPES: dict[str, Any] = dict(leaves(_SECTIONS))
 
 
 def trains_critic(estimator: Any) -> bool:
@@ -205,8 +148,16 @@ def trains_critic(estimator: Any) -> bool:
 
 
 def verl_types(base: Mapping[str, Any]) -> dict[str, Any]:
-    """Return {key: type}: KEY_TYPES, and bool for every other key that is true or false in `base`, verl's own file."""
-    return {key: bool for key, default in leaves(base) if isinstance(default, bool)} | KEY_TYPES
+    """Return {key: type} by KEY_TYPES and the defaults in `base`, verl's own file; null is allowed where it is one."""
+    types = {key: kind for key, kind in KEY_TYPES.items() if "." in key}
+    for key, default in leaves(base):
+        is_reference = isinstance(default, str) and default.startswith("${")
+        kind = KEY_TYPES.get(key.rpartition(".")[2])
+        if kind is not None:
+            types.setdefault(key, kind if default is not None else kind | None)
+        elif default is not None and not is_reference:
+            types[key] = _DEFAULT_TYPES.get(type(default), type(default))
+    return types
 
 
 def check_verl_values(config: Mapping[str, Any], base: Mapping[str, Any]) -> None:
@@ -224,24 +175,20 @@ def check_verl_values(config: Mapping[str, Any], base: Mapping[str, Any]) -> Non
         raise ConfigError("Invalid configuration:\n  " + "\n  ".join(faults))
 
 
-_NULLABLE_SECTION = "actor_rollout_ref.rollout.engine_kwargs.vllm"  # a section of verl's that may be null
-
-
 def _deleted_key_faults(config: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
-    """Return the keys of verl's config that an override has removed: by ~key, or by a value in place of a section."""
-    left, required = dict(leaves(config)), [key for key, _ in leaves(base)]
-    if left.get(_NULLABLE_SECTION, {}) is None:
-        required = [key for key in required if not key.startswith(f"{_NULLABLE_SECTION}.")]
-    values = [key for key in left if left[key] != {} and any(name.startswith(f"{key}.") for name in required)]
-    if values:
-        return [f"{key} is {'null' if left[key] is None else left[key]}; expected a section" for key in values]
-    if gone := [key for key in required if not any(f"{each}.".startswith(f"{key}.") for each in left)]:
-        keys = ", ".join(gone[:3])
-        return [
-            f"{keys} is missing; expected all keys of verl's config: remove the override ~KEY, or the one that "
-            "replaces its section"
-        ]
-    return []
+    """Return a fault for keys of verl's config that an override has removed: by ~key, or by a value for a section."""
+    required = [key for key, _ in leaves(base) if not key.startswith(f"{_VLLM}.")]  # that section may be null
+    if not (gone := [key for key in required if not _has_key(config, key)]):
+        return []
+    todo = "remove the override ~KEY, or the one that replaces its section"
+    return [f"{', '.join(gone[:3])} is missing; expected all keys of verl's config: {todo}"]
+
+
+def _has_key(section: Any, key: str) -> bool:
+    name, _, rest = key.partition(".")
+    if not isinstance(section, Mapping) or name not in section:
+        return False
+    return not rest or _has_key(section[name], rest)
 
 
 def _missing_key_faults(config: Mapping[str, Any]) -> Iterator[str]:
@@ -257,10 +204,10 @@ def _missing_key_faults(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 _ASCEND_PREFIX = "recipe.rollout.ascend."
-_NPU_KEYS = ("recipe.hccl.", _ASCEND_PREFIX, "recipe.rollout.balanced_routing", "recipe.rollout.rebalance_every")
+_NPU_KEYS = ("recipe.hccl.", _ASCEND_PREFIX, "recipe.rollout.balanced_routing")
 _GRAPH_KEYS = {
     f"{_ASCEND_PREFIX}{name}"
-    for name in ("graph_batch_sizes", "multistream_mla", "multistream_moe", "view_optimize", "kv_nz", "vllm_sleep_mode")
+    for name in ("graph_batch_sizes", "multistream_mla", "multistream_moe", "view_optimize", "kv_nz")
 }
 
 
@@ -281,19 +228,8 @@ def _contradictions(given: Mapping[str, Any]) -> list[str]:
     line, platform = given.get("recipe.line"), given.get("recipe.platform")
     if platform == "npu_emulated" and line != "a3":
         faults.append(f"recipe.platform=npu_emulated needs recipe.line=a3, found {line}")
-    if given.get("recipe.ray_port") is not None and given.get("recipe.ray_address") is not None:
-        joins = "recipe.ray_address joins one; remove one of them"
-        faults.append(f"recipe.ray_port is for a Ray that the run starts itself, but {joins}")
     if given.get("recipe.train.balanced_routing") and line != "a3":
         faults.append(f"recipe.train.balanced_routing is MindSpeed-LLM's: it needs recipe.line=a3, found {line}")
-    if (
-        given.get("recipe.rollout.rebalance_every") is not None
-        and given.get("recipe.rollout.data_parallel_size", 1) == 1
-    ):
-        key = "recipe.rollout.rebalance_every"
-        faults.append(
-            f"{key} moves requests between data-parallel ranks; recipe.rollout.data_parallel_size is 1: set {key}=null"
-        )
     for key, item in recipe_keys():
         value = given.get(key, item.default)
         if value != item.default and key.startswith(_NPU_KEYS) and platform is not None and not as_npu(platform):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -76,15 +77,17 @@ def read_checked_rows(
     filters, dataset.filter_overlong_prompts = config.get("filter_overlong_prompts", True), False  # done here
     with loading_errors(f"data: expected parquet files with columns of the same types, in {', '.join(files)}"):
         sizes = [parquet.read_metadata(file).num_rows for file in files]
-        if empty := [file for file, size in zip(files, sizes, strict=True) if not size]:
-            raise ConfigError(f"data: {', '.join(empty)}: 0 rows; expected at least 1 in each file")
         try:
             read()
         except DatasetGenerationError as error:
             raise error.__cause__ or error from None
     bad, over, kept = list[str](), list[tuple[int, str]](), list[int]()
     places = (f"{file}, row {row}" for file, size in zip(files, sizes, strict=True) for row in range(size))
-    for number, (place, (fault, tokens)) in enumerate(zip(places, _results(dataset, check_rows), strict=True)):
+    batches = dataset.dataframe.with_format("arrow").iter(_BATCH_ROWS)
+    bar = {"unit": f"x{_BATCH_ROWS} rows", "mininterval": _LOG_INTERVAL_S, "delay": _LOG_INTERVAL_S}
+    shown = tqdm(batches, f"check {files[0]}", **bar)
+    found = chain.from_iterable(check_rows(batch.to_pylist()) for batch in shown)
+    for number, (place, (fault, tokens)) in enumerate(zip(places, found, strict=True)):
         is_long = fault is None and tokens > limit
         if is_long and not filters and dataset.truncation == "error":
             fault = f"the prompt has {tokens} tokens; expected at most data.max_prompt_length, {limit}: raise it, or "
@@ -113,17 +116,6 @@ def read_checked_rows(
     dataset.row_report = left + details if details else ""
     if len(kept) < len(dataset.dataframe):
         dataset.dataframe = dataset.dataframe.select(kept)
-
-
-def _results(
-    dataset: Any, check_rows: Callable[[Rows], Iterable[tuple[str | None, int]]]
-) -> Iterator[tuple[str | None, int]]:
-    """Yield what `check_rows` does of all rows, with a progress bar."""
-    total, desc = len(dataset.dataframe), f"check {dataset.data_files[0]}"
-    with tqdm(total=total, desc=desc, unit="row", mininterval=_LOG_INTERVAL_S, delay=_LOG_INTERVAL_S) as bar:
-        for batch in dataset.dataframe.with_format("arrow").iter(_BATCH_ROWS):
-            yield from check_rows(batch.to_pylist())
-            bar.update(len(batch))
 
 
 def _check_rl_rows(dataset: Any, gold: GoldCheck, rows: Rows) -> Iterator[tuple[str | None, int]]:

@@ -3,7 +3,7 @@
     alarm            what is compared                                               bound (recipe.alarms)
     nan              one of FINITE_METRICS is NaN or infinite                       none: always
     skipped_steps    optimizer steps skipped for NaN or infinite gradients          none: always
-    expert_collapse  tokens of the busiest expert / mean, training and rollout      expert_load
+    expert_collapse  tokens of the busiest expert / mean                            expert_load
     length_collapse  mean response length / median of the first steps               length_share
     length_limit     share of the responses that end at the length limit            at_limit
     dlogp_drift      mean |dlogp| / median of the first steps                       dlogp_factor
@@ -73,62 +73,47 @@ def step_alarms(
 
     before: earlier records of this process; metrics: all metrics of the step; bounds: recipe.alarms.
     """
-    first = list(before[: bounds.baseline_steps])
+    first = before[: bounds.baseline_steps]
     compared = first if len(first) == bounds.baseline_steps else []
-    return [
-        *_non_finite_alarms(metrics),
-        *_skipped_step_alarms(step),
-        *_expert_alarms(step, bounds.expert_load),
-        *_length_alarms(step, compared, bounds),
-        *_dlogp_alarms(step, compared, bounds.dlogp_factor),
-        *_growth_alarms([*before[1:], step], bounds),  # the first step builds and compiles
-    ]
+    # the first step builds and compiles
+    return [*_step_alarms(step, compared, metrics, bounds), *_growth_alarms([*before[1:], step], bounds)]
 
 
-def _non_finite_alarms(metrics: Mapping[str, Any]) -> Iterator[Alarm]:
+def _step_alarms(
+    step: Mapping[str, Any], first: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any], bounds: Any
+) -> Iterator[Alarm]:
+    """Yield the alarms of a step by itself, or compared with `first`, the first steps."""
     names = [name for name in FINITE_METRICS if name in metrics and not math.isfinite(metrics[name])]
     if names:
         yield Alarm("nan", None, None, f"NaN or infinite: {', '.join(names)}")
-
-
-def _skipped_step_alarms(step: Mapping[str, Any]) -> Iterator[Alarm]:
-    count = (step["skipped"] or {}).get("steps")
-    if count:
+    if count := (step["skipped"] or {}).get("steps"):
         yield Alarm("skipped_steps", count, None, f"{count} optimizer step(s) skipped for NaN or infinite gradients")
-
-
-def _expert_alarms(step: Mapping[str, Any], limit: float | None) -> Iterator[Alarm]:
-    for side, load in (step["expert_load"] or {}).items():
-        if not load or limit is None:
-            continue
-        share = load["max_over_mean"]
-        if share > limit:
-            text = f"{side}: the busiest expert gets {share:.1f} times the mean number of tokens; expected at most"
-            yield Alarm("expert_collapse", share, limit, f"{text} {limit:g}")
-
-
-def _length_alarms(step: Mapping[str, Any], first: Sequence[Mapping[str, Any]], bounds: Any) -> Iterator[Alarm]:
+    if step["expert_load"]:
+        share = step["expert_load"]["train"]["max_over_mean"]
+        text = f"the busiest expert gets {share:.1f} times the mean number of tokens"
+        yield from _above("expert_collapse", share, bounds.expert_load, text)
     tokens = step["tokens"]
-    if not tokens or step.get("objective"):  # the lengths of fixed data do not depend on the model
-        return
-    usual = _median(first, lambda record: (record["tokens"] or {}).get("response_mean"))
-    if usual and bounds.length_share is not None and tokens["response_mean"] < bounds.length_share * usual:
-        mean, limit = tokens["response_mean"], bounds.length_share * usual
-        text = f"responses have {mean:.1f} tokens on average; expected at least {limit:.1f}, {bounds.length_share:g}"
-        yield Alarm("length_collapse", mean, limit, f"{text} of the first steps' {usual:.1f}")
-    if bounds.at_limit is not None and tokens["at_limit"] > bounds.at_limit:
-        text = f"{tokens['at_limit']:.0%} of the responses end at the length limit; expected at most"
-        yield Alarm("length_limit", tokens["at_limit"], bounds.at_limit, f"{text} {bounds.at_limit:.0%}")
-
-
-def _dlogp_alarms(step: Mapping[str, Any], first: Sequence[Mapping[str, Any]], factor: float | None) -> Iterator[Alarm]:
+    if tokens and not step.get("objective"):  # the lengths of fixed data do not depend on the model
+        mean = tokens["response_mean"]
+        usual = _median(first, lambda record: (record["tokens"] or {}).get("response_mean"))
+        limit = (bounds.length_share or 0.0) * (usual or 0.0)
+        if mean < limit:
+            text = (
+                f"responses have {mean:.1f} tokens on average; expected at least {limit:.1f}, {bounds.length_share:g}"
+            )
+            yield Alarm("length_collapse", mean, limit, f"{text} of the first steps' {usual:.1f}")
+        text = f"{tokens['at_limit']:.0%} of the responses end at the length limit"
+        yield from _above("length_limit", tokens["at_limit"], bounds.at_limit, text)
     usual = _median(first, lambda record: (record["logprob_delta"] or {}).get("mean"))
-    if factor is None or not usual or not step["logprob_delta"]:
-        return
-    mean, limit = step["logprob_delta"]["mean"], factor * usual
-    if mean > limit:
-        text = f"mean |dlogp| is {mean:.2e}; expected at most {limit:.2e}, {factor:g} times that of the first steps"
-        yield Alarm("dlogp_drift", mean, limit, text)
+    if usual and bounds.dlogp_factor is not None and step["logprob_delta"]:
+        mean = step["logprob_delta"]["mean"]
+        yield from _above("dlogp_drift", mean, bounds.dlogp_factor * usual, f"mean |dlogp| is {mean:.2e}")
+
+
+def _above(name: str, value: float, limit: float | None, text: str) -> Iterator[Alarm]:
+    """Yield an alarm if `value` is above `limit`; None is no limit."""
+    if limit is not None and value > limit:
+        yield Alarm(name, value, limit, f"{text}; expected at most {limit:.3g}")
 
 
 def _growth_alarms(records: Sequence[Mapping[str, Any]], bounds: Any) -> Iterator[Alarm]:
@@ -145,9 +130,7 @@ def _growth_alarms(records: Sequence[Mapping[str, Any]], bounds: Any) -> Iterato
     sizes = {name: _growth([usage.get(f"{name}_bytes", 0) for usage in usages]) for name in _USAGES}
     growths |= {"rss_growth": max(sizes["rss"], sizes["controller_rss"]), "device_growth": sizes["device"]}
     for name, growth in growths.items():
-        if growth > limit:
-            text = f"{growth:.1%} over the last {GROWTH_STEPS} steps; expected at most {limit:.1%}"
-            yield Alarm(name, growth, limit, text)
+        yield from _above(name, growth, limit, f"{growth:.1%} over the last {GROWTH_STEPS} steps")
     shares = [usage.get("node_share", 0.0) for usage in usages]
     if (slope := _slope(shares)) > 0 and (left := (1 - shares[-1]) / slope) < NODE_STEPS:
         text = (

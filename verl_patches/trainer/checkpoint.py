@@ -19,11 +19,9 @@ from __future__ import annotations
 
 import collections
 import functools
-import hashlib
 import itertools
 import json
 import logging
-import operator
 import secrets
 import threading
 import time
@@ -32,7 +30,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from omegaconf import OmegaConf
 
@@ -44,7 +41,13 @@ from verl_patches.patching import engine
 from verl_patches.shared_files import free_bytes, sync
 from verl_patches.spec import RUN, RunSpec, run_from_config
 from verl_patches.values import leaves, size_text
-from verl_patches.weights.checkpoint_files import CheckpointError, generator_states, set_generator_states
+from verl_patches.weights.checkpoint_files import (
+    CheckpointError,
+    decode_generator,
+    encode_generator,
+    generator_states,
+    set_generator_states,
+)
 from verl_patches.weights.manifest import (
     CRITIC,
     MANIFEST,
@@ -55,7 +58,6 @@ from verl_patches.weights.manifest import (
     read_manifest,
     small_files,
 )
-from verl_patches.weights.reader import DTYPE_NAMES as STORED
 from verl_patches.weights.run_folders import (
     CheckpointChain,
     Link,
@@ -74,12 +76,12 @@ from verl_patches.weights.writer import complete_folder, write_bytes
 
 log = logging.getLogger(__name__)
 
-STATE_FILE, TENSORS_FILE = f"{TRAINER_PREFIX}json", f"{TRAINER_PREFIX}safetensors"
-_POLL_S, _GRACE_S = (0.1, 5.0), 30.0  # seconds between looks for all ranks' files (from, to); at whether they grow
+STATE_FILE = f"{TRAINER_PREFIX}json"
+_POLL_S = 0.1, 5.0  # seconds between looks for all ranks' files (from, to)
 _SAID_S = 60.0  # between lines about a checkpoint that the run waits for; recipe.timeouts.quiet_s needs output
 _WAIT_SHARE = 0.6  # must be below launch/supervise/stall.py's WAIT_SHARE
 # keys of recipe that do not change the result of a step
-_UNCOMPARED_KEYS = ("run", "start", "output_root", "timeouts", "ray_address", "ray_port", "memory", "resume_other_data")
+_UNCOMPARED_KEYS = ("run", "start", "output_root", "timeouts", "ray_address", "memory", "resume_other_data")
 
 
 class Checkpoints:
@@ -94,19 +96,18 @@ class Checkpoints:
         self.folder = self.chain.links[-1].folder
         self.trains_actor = self.run.trains_actor  # if False, only the critic is saved
         self.max_to_keep = config.trainer.get("max_actor_ckpt_to_keep", None)
+        if config.trainer.get("default_hdfs_dir"):  # with the launcher trainer/checks.py refuses it before the start
+            text = "trainer.default_hdfs_dir is set, expected null: files go to trainer.default_local_dir only"
+            raise ConfigError(text)
         self.records: list[dict[str, Any]] = []  # one for each complete checkpoint: step, bytes, seconds
-        self._data: dict[str, Any] | None = None
         self._thread: threading.Thread | None = None
-        self._folder_in_writing: Path | None = None
         self._error: Exception | None = None
-        self._not_removed: list[str] = []
         self._aborted, self._awaited = threading.Event(), False
 
     # ---- save
 
     def save(self) -> None:
         """Start a checkpoint of the present step; return once every worker has copied its part to the host."""
-        self._refuse_hdfs_dir()
         self.finish()
         started, step = time.perf_counter(), self.trainer.global_steps
         writing = self.folder / f"global_step_{step}"
@@ -129,7 +130,6 @@ class Checkpoints:
         record = {"step": step, "blocking_s": time.perf_counter() - started}
         record["copied_bytes"] = max(answer["copied_bytes"] for answer in answers)
         record["copy_s"] = max(answer["seconds"] for answer in answers)
-        self._folder_in_writing = writing
         args = (writing, own, manifests, record, started)
         self._thread = threading.Thread(target=self._complete, args=args, name="checkpoint")
         self._thread.start()
@@ -160,27 +160,15 @@ class Checkpoints:
         adapts = self.config.algorithm.use_kl_in_reward and self.config.algorithm.kl_ctrl.type == "adaptive"
         return self.trainer.kl_ctrl_in_reward if adapts else None
 
-    @property
+    @functools.cached_property
     def data(self) -> dict[str, Any]:
-        """Return facts about the training data files, read once."""
-        if self._data is None:
-            self._data = data_facts(self.config.data.train_files)
-        return self._data
+        """Return facts about the training data files."""
+        return data_facts(self.config.data.train_files)
 
     @property
     def critic(self) -> Any:
         """Return the critic's worker group; None in a run without one."""
         return self.trainer.critic_wg if getattr(self.trainer, "use_critic", False) else None
-
-    def _refuse_hdfs_dir(self) -> None:
-        """Raise ConfigError if trainer.default_hdfs_dir is set.
-
-        With the launcher trainer/checks.py refuses it before the start.
-        """
-        if self.config.trainer.get("default_hdfs_dir"):
-            raise ConfigError(
-                "trainer.default_hdfs_dir is set, expected null: files go to trainer.default_local_dir only"
-            )
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written; raise the error of a worker or of the completing thread."""
@@ -191,8 +179,6 @@ class Checkpoints:
         self._thread = None
         if self._error is not None:
             raise CheckpointError(f"checkpoint: {self._error}") from self._error
-        while self._not_removed:
-            self._say(self._not_removed.pop())
 
     def wait_before_update(self) -> None:
         """Wait for all ranks' files before an update, in which ranks wait for each other in HCCL with a timeout."""
@@ -207,28 +193,24 @@ class Checkpoints:
         self._awaited = False
 
     def abort_save(self, wait: bool) -> None:
-        """End a checkpoint in progress after an error of the run; with `wait`, only once its files stop growing.
+        """End a checkpoint in progress after an error of the run; with `wait`, give it time to become complete.
 
         It waits at most _WAIT_SHARE of the watch's lowest bound. Beyond that bound the watch takes the controller, or
         ranks that wait for a failed one, for stalled.
         """
         if self._thread is None:
             return
-        assert self._folder_in_writing is not None  # `save` sets it before it starts the thread
-        before, written = None, folder_bytes(self._folder_in_writing)
-        recipe = self.config.recipe
-        bound_s = min(recipe.watch.least_s, 60 * recipe.train.distributed_timeout_minutes)
-        ends = time.monotonic() + _WAIT_SHARE * bound_s
-        while wait and self._thread.is_alive() and written != before and time.monotonic() < ends:
-            self._say_written("the run has failed; waiting for its checkpoint in progress", written)
-            self._thread.join(min(_GRACE_S, ends - time.monotonic()))
-            before, written = written, folder_bytes(self._folder_in_writing)
+        if wait and self._thread.is_alive():
+            self._try_to_say("the run has failed; waiting for its checkpoint in progress")
+            recipe, self._awaited = self.config.recipe, True
+            bound_s = min(recipe.watch.least_s, 60 * recipe.train.distributed_timeout_minutes)
+            self._thread.join(_WAIT_SHARE * bound_s)
         self._aborted.set()
         self._thread.join()
 
-    def _say_written(self, text: str, size: int) -> None:
+    def _try_to_say(self, text: str) -> None:
         with suppress(RecipeError):  # the disk of the run's folder may be full while that of its checkpoints is not
-            self._say(f"{text}, {size_text(size)} written")
+            self._say(text)
 
     def _complete(
         self,
@@ -249,7 +231,8 @@ class Checkpoints:
                     waited = now - started
                     if self._awaited and now - said > _SAID_S:
                         said = now
-                        self._say_written("the run waits for its checkpoint in progress", folder_bytes(writing))
+                        written = size_text(folder_bytes(writing))
+                        self._try_to_say(f"the run waits for its checkpoint in progress, {written} written")
                     if self._aborted.wait(min(_POLL_S[1], max(_POLL_S[0], waited / 20))):
                         return
                 size += whole.size_bytes
@@ -260,7 +243,7 @@ class Checkpoints:
         try:
             self.chain.remove_oldest(self.max_to_keep, writing)
         except OSError as error:  # the new checkpoint is complete, so this is no error of the run
-            self._not_removed.append(f"an old checkpoint of {self.folder} cannot be removed and stays there: {error}")
+            self._try_to_say(f"an old checkpoint of {self.folder} cannot be removed and stays there: {error}")
 
     def _manifest(self, step: int, files: list[str], facts: dict[str, Any]) -> Manifest:
         layout, dtype = str(self.run.train), self.run.recipe.dtype
@@ -290,11 +273,10 @@ class Checkpoints:
         return {**contents, "config.json": json.dumps(self._config(), indent=2).encode()}
 
     def _trainer_files(self) -> dict[str, bytes]:
-        """Return the files of data position and generators: JSON, null in place of tensors, and the tensors."""
-        state, tensors = loader_state(self.trainer.train_dataloader)
-        kl_coef = None if self._kl_controller is None else self._kl_controller.value
-        text = json.dumps({"dataloader": state, "generators": generator_states(), "kl_coef": kl_coef})
-        return {STATE_FILE: text.encode(), TENSORS_FILE: safetensors.torch.save(tensors)}
+        """Return the file of data position, generators and adaptive KL coefficient."""
+        state = {"dataloader": loader_state(self.trainer.train_dataloader), "generators": generator_states()}
+        state["kl_coef"] = None if self._kl_controller is None else self._kl_controller.value
+        return {STATE_FILE: json.dumps(state).encode()}
 
     # ---- load
 
@@ -304,6 +286,7 @@ class Checkpoints:
         Raise ConfigError too if the run would save over checkpoints that it does not continue, or if the state of its
         data cannot be stored in a checkpoint.
         """
+        _use_resumable_sampler(self.trainer.train_dataloader)
         mode = self.config.trainer.resume_mode
         folder = self.chain.newest() if mode == "auto" else None
         folder = folder or path_to_resume(mode, self.config.trainer.resume_from_path)
@@ -319,8 +302,6 @@ class Checkpoints:
             self._say(f"trainer.resume_mode=auto: no complete checkpoint in {self.folder}, starting from step 1")
         if saves:
             self._refuse_later_checkpoints(0)
-        _use_resumable_sampler(self.trainer.train_dataloader)
-        if saves:
             loader_state(self.trainer.train_dataloader)
 
     def _refuse_later_checkpoints(self, begun: int) -> None:
@@ -333,7 +314,6 @@ class Checkpoints:
             )
 
     def _load(self, folder: Path, manifest: Manifest) -> None:
-        self._refuse_hdfs_dir()
         self._check_resumable(folder, manifest)
         step = manifest.facts["step"]
         try:
@@ -345,9 +325,7 @@ class Checkpoints:
             if folder not in self.chain.checkpoints().values():
                 raise
             raise CheckpointError(f"{getattr(error, 'cause', error)}\n{self.chain.fallback_text(folder)}") from error
-        state = read_trainer_state(folder)
-        if "'sampler_state'" in str(state["dataloader"]):  # else it was saved with torch's sampler
-            _use_resumable_sampler(self.trainer.train_dataloader)
+        state = read_json_object(folder / STATE_FILE)
         self.trainer.train_dataloader.load_state_dict(state["dataloader"])
         loader_state(self.trainer.train_dataloader)  # makes the loader's iterator, which draws a seed
         set_generator_states(state["generators"])
@@ -376,9 +354,11 @@ class Checkpoints:
         require_steps_left(folder, step, total, "trainer.total_training_steps")
         require_same_data(folder, manifest, self.data, recipe.resume_other_data)
         now = comparable_settings(self.config)
-        if manifest.facts["digest"] != now["digest"]:
-            changed = setting_changes(manifest.facts["settings"], now["settings"])
-            log.warning("the configuration differs from that of %s: %s", folder, "; ".join(changed) or "other patches")
+        changed = setting_changes(manifest.facts["settings"], now["settings"])
+        if manifest.facts["patches"] != now["patches"]:
+            changed.append("other patches")
+        if changed:
+            log.warning("the configuration differs from that of %s: %s", folder, "; ".join(changed))
 
 
 def run_checkpoints(run: RunSpec) -> CheckpointChain:
@@ -393,7 +373,7 @@ def run_checkpoints(run: RunSpec) -> CheckpointChain:
 
 
 def comparable_settings(config: Any) -> dict[str, Any]:
-    """Return {digest, patches, settings}, which a resumed run is compared with; digest covers settings and patches."""
+    """Return {patches, settings}, which a resumed run is compared with."""
     resolved = OmegaConf.to_container(config, resolve=True)
     names = [
         "recipe",
@@ -406,9 +386,7 @@ def comparable_settings(config: Any) -> dict[str, Any]:
     sections["recipe"] = {k: v for k, v in resolved["recipe"].items() if k not in _UNCOMPARED_KEYS}
     mirrored = (f"actor_rollout_ref.{RUN}", f"critic.{RUN}")
     settings = {k: v for k, v in leaves(sections) if v != {} and not k.startswith(mirrored)}
-    patches = engine.current_engine().digest()
-    text = json.dumps([settings, patches], sort_keys=True, default=str)
-    return {"digest": hashlib.sha256(text.encode()).hexdigest(), "patches": patches, "settings": settings}
+    return {"patches": engine.current_engine().digest(), "settings": settings}
 
 
 def setting_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -427,25 +405,24 @@ class RandomSampler(torch.utils.data.RandomSampler):
     torchdata's sampler draws orders that it does not use if the loader has workers.
     """
 
-    # generator state at the last pass's start; None: continue after `_drawn_samples`
-    _start_state: torch.Tensor | None = None
+    _start_state: str | None = None  # of the generator at the last pass's start; None: go on after `_drawn_samples`
     _drawn_samples = 0
 
     def __iter__(self) -> Iterator[int]:
         skip = self._drawn_samples if self._start_state is None else 0
-        self._start_state, self._drawn_samples = self.generator.get_state(), skip
+        self._start_state, self._drawn_samples = encode_generator(self.generator.get_state()), skip
         for index in itertools.islice(super().__iter__(), skip, None):
             self._drawn_samples += 1
             yield index
 
     def state_dict(self) -> dict[str, Any]:
-        """Return {generator: its state at the start of the pass, uint8; drawn: samples drawn in that pass}."""
-        begun = self.generator.get_state() if self._start_state is None else self._start_state
+        """Return {generator: its state at the start of the pass, text; drawn: samples drawn in that pass}."""
+        begun = self._start_state or encode_generator(self.generator.get_state())
         return {"generator": begun, "drawn": self._drawn_samples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next pass continue where `state_dict` was taken; if that pass was complete, begin a new one."""
-        self.generator.set_state(state["generator"])
+        self.generator.set_state(decode_generator(state["generator"]))
         self._start_state, self._drawn_samples = None, state["drawn"]
         if self._drawn_samples == len(self):  # drawing the complete pass again brings the generator to its end
             collections.deque(super().__iter__(), 0)
@@ -459,38 +436,18 @@ def _use_resumable_sampler(loader: Any) -> None:
         batches.sampler = RandomSampler(batches.sampler.data_source, generator=batches.sampler.generator)
 
 
-def loader_state(loader: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return the state of loader and sampler: (JSON with null for each tensor, {JSON of its path: tensor}).
-
-    Raise ConfigError, with the key, for a value of any other kind: nothing is pickled, as reading a pickle runs code.
-    """
-    tensors: dict[str, torch.Tensor] = {}
-
-    def stored(value: Any, path: list[str | int]) -> Any:
-        if isinstance(value, torch.Tensor) and value.layout == torch.strided and value.dtype in STORED:
-            tensors[json.dumps(path)] = value.detach().cpu().contiguous().clone()
-            return None
-        if type(value) is dict and all(type(key) is str for key in value):
-            return {key: stored(each, [*path, key]) for key, each in value.items()}
-        if type(value) is list:
-            return [stored(each, [*path, at]) for at, each in enumerate(value)]
-        if value is None or type(value) in (bool, int, float, str):
-            return value
+def loader_state(loader: Any) -> Any:
+    """Return the state of loader and sampler; raise ConfigError if it is not JSON: reading a pickle would run code."""
+    state = loader.state_dict()
+    try:
+        fault = "" if json.loads(json.dumps(state)) == state else "values change when they are read from JSON"
+    except TypeError as error:
+        fault = str(error)
+    if fault:
         raise ConfigError(
-            f"checkpoint: state_dict() of the data loader, key {'.'.join(map(str, path)) or '(all)'}: found a value of "
-            f"type {type(value).__name__}; expected tensors or JSON values (dict with text keys, list, text, number, "
-            "bool, None). Change the sampler or data set that returns it, or set trainer.save_freq=-1"
+            f"checkpoint: state_dict() of the data loader: {fault}; expected JSON values (dict with text keys, list, "
+            "text, number, bool, None). Change the sampler or data set that returns it, or set trainer.save_freq=-1"
         )
-
-    return stored(loader.state_dict(), []), tensors
-
-
-def read_trainer_state(folder: Path) -> dict[str, Any]:
-    """Return {dataloader, generators, kl_coef} of a checkpoint; raise ConfigError for other content."""
-    state = read_json_object(folder / STATE_FILE)
-    for path, tensor in safetensors.torch.load((folder / TENSORS_FILE).read_bytes()).items():
-        keys = ["dataloader", *json.loads(path)]
-        functools.reduce(operator.getitem, keys[:-1], state)[keys[-1]] = tensor
     return state
 
 

@@ -4,15 +4,13 @@ verl hands each worker its arguments in that worker's own `.remote` (verl/single
 execute_all_async), where Ray serialises them again, so the last worker starts only after all others. verl
 0.4.0 puts the batches of Megatron calls into Ray's store itself, one for each DP rank, but no other arguments;
 54c9b736 puts none. Workers receive the same values: Ray resolves references that are top-level arguments.
-
-The start times that workers record (heartbeat/calls.py) give the skew of each call.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -80,26 +78,3 @@ def put_before_calling(execute_all_async: Callable) -> Callable:
         return answers
 
     return execute
-
-
-def start_skew(workers: Sequence[Sequence[tuple[str, float]]]) -> dict[str, float]:
-    """Return {method: seconds between its first and its last start in these workers, maximum over its calls}.
-
-    The n-th start of a method belongs to the same call in every worker; methods with unequal counts are left out.
-    """
-    skew = {}
-    for name in dict.fromkeys(name for name, _ in workers[0]) if workers else ():
-        times = [[at for method, at in starts if method == name] for starts in workers]
-        if len({len(worker_times) for worker_times in times}) == 1:
-            skew[name] = round(max(max(call) - min(call) for call in zip(*times, strict=True)), 6)
-    return skew
-
-
-def dispatch_counts(workers: list[list[tuple[str, float]]]) -> dict[str, Any]:
-    """Return the bytes that the trainer's calls of a step sent and the start skew; `workers`: `take_starts` of each.
-
-    The keys are {calls, puts, put_bytes, start_skew_s: {max, by_call}}. put_bytes counts each object in Ray's store
-    once.
-    """
-    by_call = start_skew(workers)
-    return {**take_calls(), "start_skew_s": {"max": max(by_call.values(), default=0.0), "by_call": by_call}}

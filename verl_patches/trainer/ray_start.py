@@ -8,7 +8,7 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from verl_patches.heartbeat.node import NodeAgent
-from verl_patches.trainer.worker_settings import chain_setup_hooks
+from verl_patches.trainer.worker_settings import chain_setup_hooks, send_settings
 
 HOOK = "worker_process_setup_hook"
 POLL_S = 1.0
@@ -17,16 +17,11 @@ DEAD_AFTER_S = 30.0  # Ray answers for a dead actor at once, on a busy node only
 _RAYS_LAST_LINE = "An unexpected internal error occurred while the worker was executing a task."
 
 
-def runtime_env(
-    environment: dict[str, str],
-    given: dict[str, Any] | None = None,
-    engine: Mapping[str, Any] | None = None,
-    network: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+def runtime_env(environment: dict[str, str], given: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return Ray's runtime_env: the user's `given`, overridden by our variables, with the set-up hooks chained."""
     env = dict(given or {})
     env["env_vars"] = {**env.get("env_vars", {}), **environment}
-    env[HOOK] = chain_setup_hooks(env.get(HOOK), engine, network)
+    env[HOOK] = chain_setup_hooks(env.get(HOOK))
     return env
 
 
@@ -36,10 +31,14 @@ def start_ray(
     network: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> None:
-    """Call ray.init with the chained hooks; `options` are those of ray.init."""
+    """Call ray.init with the chained hooks, and send `engine` and `network` to the workers (worker_settings.py).
+
+    `options` are those of ray.init.
+    """
     import ray
 
-    ray.init(runtime_env=runtime_env(environment, options.pop("runtime_env", None), engine, network), **options)
+    ray.init(runtime_env=runtime_env(environment, options.pop("runtime_env", None)), **options)
+    send_settings(engine, network)
 
 
 def wait_for_result(task: Any, meanwhile: Callable[[], None] = lambda: None) -> Any:

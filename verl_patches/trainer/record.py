@@ -83,7 +83,7 @@ class Summary:
             "steps": [],
             "logprob_delta": None,
             "patches": [],
-            "peak_pss_bytes": {},
+            "peak_rss_bytes": {},
             "exit": "running",
         }
 

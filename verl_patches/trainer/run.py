@@ -24,23 +24,23 @@ from verl_patches.patching.handshake import (
     gather_proofs,
     require_proofs,
     require_same_patches,
-    require_same_states,
     summary_entry,
     unreviewed_rows,
 )
 from verl_patches.platform import load_emulation
 from verl_patches.spec import run_from_config, write_run
-from verl_patches.step.log_probs import logprob_check, rollout_correction
-from verl_patches.step.log_probs.ratio_settings import parse_correction
+from verl_patches.step.log_probs import logprob_check
+from verl_patches.step.log_probs.rollout_correction import add_worker_metrics
 from verl_patches.step.objectives.advantages import FixedData, current_fixed_data
 from verl_patches.step.replay.recording import ROLLOUTS
 from verl_patches.trainer import alarms, step_record
 from verl_patches.trainer.checkpoint import Checkpoints
-from verl_patches.trainer.dispatch import dispatch_counts, object_store_usage, take_calls
+from verl_patches.trainer.dispatch import object_store_usage, take_calls
 from verl_patches.trainer.ray_start import dead_actors
 from verl_patches.trainer.record import NOW_FILE, STEP_PREFIX, Progress, Summary, write_json
 from verl_patches.trainer.step_record import Rates, start_seconds
 from verl_patches.trainer.validation import add_tensorboard_samples, read_validation
+from verl_patches.weights.checkpoint_files import CheckpointError
 
 log = logging.getLogger(__name__)
 DEAD_SHOWN = 16  # an error names at most so many dead workers
@@ -61,12 +61,6 @@ class TrainerRun:
         self.folder = self.run.folder if self.run.start.name else None  # None without the launcher
         self.not_compared = logprob_check.unchecked_reason(self.run)
         self.fixed_data = None if self.run.samples else FixedData(self.recipe.objective)
-        self.workers_see_log_probs = (
-            self.fixed_data is not None
-            or self.recipe.train.skip_old_log_prob
-            or parse_correction(self.recipe.rollout_correction) is not None
-            or self.recipe.tensor_cache.enabled
-        )
         self.group: Any = None
         self.checkpoints: Checkpoints | None = None  # None if row checkpoint.save is off
         self.current_call: dict[str, Any] = {}
@@ -95,7 +89,7 @@ class TrainerRun:
 
     def fit_recorded(self, fit: Callable[[], Any]) -> Any:
         """Run `fit` (verl's) after the handshake, and record the outcome in any case."""
-        reason, dead = "failed", []
+        reason, may_complete = "failed", True  # the second: whether workers may complete a checkpoint in progress
         try:
             result = None
             if self.run.probes:
@@ -110,7 +104,9 @@ class TrainerRun:
             return result
         except BaseException as error:
             reason = exit_reason(error, self.raising_rank_text(error))
-            if isinstance(error, Exception) and (dead := self.dead_workers()):
+            dead = self.dead_workers() if isinstance(error, Exception) else []
+            may_complete = not dead and not isinstance(error, CheckpointError)
+            if dead:
                 reason = f"{self.death_text(dead)}; first error: {reason}"
                 raise WorkerDiedError(reason) from error
             raise
@@ -119,7 +115,7 @@ class TrainerRun:
                 self.record_outcome(reason)  # before waiting: the wait may be killed
             finally:
                 if self.checkpoints is not None:
-                    self.checkpoints.abort_save(wait=not dead)  # a dead rank writes no more files
+                    self.checkpoints.abort_save(wait=may_complete)
             self.summary.write()
 
     def probe_devices(self) -> None:
@@ -146,7 +142,6 @@ class TrainerRun:
         own.verify("controller")
         require_proofs(workers)
         require_same_patches(own.intent(), own.digest(), workers)
-        require_same_states([name for name, spec in own.specs.items() if "worker" in spec.processes], workers)
         reports = self.trainer.actor_rollout_wg.take_report()  # drop the counts of initialisation
         self.summary.data["start"] = start_seconds([report["seconds"] for report in reports], workers)
         take_calls()
@@ -254,9 +249,7 @@ class TrainerRun:
         reports = self.trainer.actor_rollout_wg.take_report()
         emulator = load_emulation(recipe.platform)
         self.emulated = None if emulator is None else emulator.total_usage([report["emulated"] for report in reports])
-        if self.workers_see_log_probs:
-            sums = [report["log_prob_sums"] for report in reports]
-            metrics = rollout_correction.add_worker_metrics(metrics, sums, recipe)
+        metrics = add_worker_metrics(metrics, [report["log_prob_sums"] for report in reports], recipe)
         if group.cache is not None:
             metrics = group.cache.drop_partition_metrics(metrics)
         record = step_record.make_record(step, metrics, reports)
@@ -270,7 +263,7 @@ class TrainerRun:
             record["seconds"].pop("log_prob", None)
         record["logprob_delta"] = self._logprob_delta(metrics)
         if engine.is_on("dispatch.put_once"):
-            record["dispatch"] = dispatch_counts([report["starts"] for report in reports])
+            record["dispatch"] = take_calls()
         own = counters.host_memory()
         own |= {"controller_rss_bytes": own.pop("rss_bytes"), **object_store_usage()}
         record["usage"] = step_record.largest_usage([*(report["usage"] for report in reports), own], record["memory"])

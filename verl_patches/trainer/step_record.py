@@ -27,11 +27,9 @@ from verl_patches.trainer.validation import read_validation
 NARROW_COLUMNS = ("rollout s", "update s", "step s", "held MB")
 PHASES = (*(phase.name for phase in STEP_PHASES if phase.name != "advantage" and not phase.critic), "step")
 SYNC_COLUMNS = ("sync MB", "sync calls", "extra MB")
-DISPATCH_COLUMNS = ("sent MB", "skew s")
-WIDE_COLUMNS = (*(f"{phase} s" for phase in PHASES), *SYNC_COLUMNS, "held MB", *DISPATCH_COLUMNS, "preempted")
+WIDE_COLUMNS = (*(f"{phase} s" for phase in PHASES), *SYNC_COLUMNS, "held MB", "sent MB", "preempted")
 # on fixed data: accuracy is added, loss and margin replace reward and |dlogp|, and columns of a rollout are left out
 OBJECTIVE_COLUMNS, ROLLOUT_COLUMNS = ("accuracy",), ("rollout s", "reshard s", *SYNC_COLUMNS, "preempted")
-REPLAY_COLUMNS = ("agreement",)  # with recipe.train.routing_replay
 VAL_COLUMNS, WIDE_VAL_COLUMNS = ("val",), ("val", f"{VALIDATE} s")  # with trainer.test_freq
 CRITIC_SECONDS = tuple(f"{phase.name} s" for phase in STEP_PHASES if phase.critic)
 # columns of a run with a critic, from verl's metrics; expl_var: 1 - var(returns - values) / var(returns)
@@ -70,7 +68,6 @@ def make_record(step: int, metrics: Mapping[str, Any], reports: Sequence[Mapping
         "dispatch": None,
         "expert_load": reports[0]["expert_load"],
         "preempted": preempted_total(reported("preempted")),
-        "rebalance": rebalance_totals(reported("rebalance")),
         "routing_replay": replay_totals(reported("routing_replay")),
         "skipped": skipped_totals(reported("skipped")),
         "rates": None,
@@ -84,8 +81,8 @@ def record_metrics(record: Mapping[str, Any]) -> dict[str, float]:
     metrics = {f"recipe/seconds/{phase}": seconds for phase, seconds in record["seconds"].items()}
     metrics |= _rates_by_name(record["rates"])
     metrics |= {f"{REWARD_PREFIX}{label}": mean for label, mean in (record["rewards"] or {}).items()}
-    loads = (record["expert_load"] or {}).items()
-    metrics |= {f"recipe/expert_load/{side}": load["max_over_mean"] for side, load in loads if load}
+    if record["expert_load"]:
+        metrics["recipe/expert_load/train"] = record["expert_load"]["train"]["max_over_mean"]
     if record["preempted"] is not None:
         metrics["recipe/preempted"] = record["preempted"]
     metrics |= {f"recipe/usage/{name}": size for name, size in record["usage"].items()}
@@ -108,8 +105,8 @@ def health_text(record: Mapping[str, Any]) -> str:
         parts.append(f"{record['preempted']} preempted")
     if slowest:
         parts.append("slowest reward {seconds:.2f} s (sample {sample} of {data_source})".format(**slowest))
-    loads = (record["expert_load"] or {}).items()
-    parts += [f"busiest expert of {side} {load['max_over_mean']:.1f} x the mean" for side, load in loads if load]
+    if record["expert_load"]:
+        parts.append(f"busiest expert {record['expert_load']['train']['max_over_mean']:.1f} x the mean")
     return "; ".join(parts)
 
 
@@ -218,30 +215,17 @@ def preempted_total(counts: Sequence[int | None]) -> int | None:
     return sum(present) if present else None
 
 
-def rebalance_totals(counts: list[dict[str, float] | None]) -> dict[str, float] | None:
-    """Return requests, bytes moved between data-parallel rollout ranks, and slowest rank's seconds; None where off."""
-    present = [each for each in counts if each is not None]
-    if not present:
-        return None
-    sums = {name: sum(each[name] for each in present) for name in ("requests", "bytes")}
-    return {**sums, "seconds": max(each["seconds"] for each in present)}
-
-
 def replay_totals(counts: list[dict[str, Any] | None]) -> dict[str, Any] | None:
     """Return the figures of routing replay over all ranks; None where it is off, or if nothing was replayed.
 
-    agreement: share of replayed experts that the routers chose too; experts: number of replayed experts, counted by
-    each tensor-parallel rank that sees the token; bytes: recorded on the rank with the most.
+    agreement: share of replayed experts that the routers chose too; bytes: recorded on the rank with the most.
     """
     present = [each for each in counts if each is not None]
     experts = sum(each["of"] for each in present)
     if not experts:
         return None
-    return {
-        "agreement": sum(each["equal"] for each in present) / experts,
-        "experts": experts,
-        "bytes": max(each["bytes"] for each in present),
-    }
+    agreement = sum(each["equal"] for each in present) / experts
+    return {"agreement": agreement, "bytes": max(each["bytes"] for each in present)}
 
 
 def skipped_totals(reports: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
@@ -387,8 +371,6 @@ def table_columns(run: RunSpec) -> Iterator[tuple[str, tuple[str, ...]]]:
     for prefix, columns, val in (("-", NARROW_COLUMNS, VAL_COLUMNS), ("+", WIDE_COLUMNS, WIDE_VAL_COLUMNS)):
         if not run.samples:
             columns = (*OBJECTIVE_COLUMNS, *(column for column in columns if column not in ROLLOUT_COLUMNS))
-        if run.recipe.train.routing_replay:
-            columns += REPLAY_COLUMNS
         if run.has_critic:
             columns += CRITIC_COLUMNS if prefix == "-" else (*CRITIC_SECONDS, *CRITIC_COLUMNS)
         yield prefix, (*columns, *(val if run.verl.trainer.test_freq > 0 else ()))
@@ -419,9 +401,8 @@ def _table_cells(step: dict[str, Any]) -> dict[str, str]:
     """Return {column: text} of the values that the step has.
 
     Weight sync: MB received by the busiest rank, collectives, MB of extra memory. held MB: peak of all memory groups of
-    one rank, activations not included. Dispatch: MB that the trainer serialised for its workers, and the largest
-    difference between two workers' starts of one call. preempted: responses that vLLM preempted and computed again.
-    agreement: share of replayed experts that routers chose too.
+    one rank, activations not included. sent MB: what the trainer serialised for its workers. preempted: responses that
+    vLLM preempted and computed again.
     """
     cells = {f"{phase} s": f"{seconds:.3f}" for phase, seconds in step["seconds"].items()}
     if val := step.get("val"):
@@ -436,12 +417,9 @@ def _table_cells(step: dict[str, Any]) -> dict[str, str]:
     if memory := step["memory"]:
         cells["held MB"] = f"{memory['peak_bytes'] / 1e6:.3f}"
     if dispatch := step["dispatch"]:
-        texts = f"{dispatch['put_bytes'] / 1e6:.3f}", f"{dispatch['start_skew_s']['max']:.4f}"
-        cells |= dict(zip(DISPATCH_COLUMNS, texts, strict=True))
+        cells["sent MB"] = f"{dispatch['put_bytes'] / 1e6:.3f}"
     if "accuracy" in (step.get("objective") or {}):
         cells["accuracy"] = f"{step['objective']['accuracy']:.4f}"
     if step.get("preempted") is not None:
         cells["preempted"] = str(step["preempted"])
-    if replay := step.get("routing_replay"):
-        cells["agreement"] = f"{replay['agreement']:.5f}"
     return cells

@@ -11,9 +11,9 @@
     update_actor              update_actor            update_cached
     logger.log                take_report, by trainer/run.py, which ends the step
 
-`WorkerCalls` has one method for each call; the worker classes (worker/recipe_worker.py, value_worker.py) have a method
-with the same name and payload. With the tensor cache step/batches/cached_step.py makes the payloads, and makes verl's
-batch from the answers.
+The worker classes (worker/recipe_worker.py, value_worker.py) have a method of each call's name. verl splits a DataProto
+over ranks or train replicas and concatenates their answers; any other payload goes to all ranks. With the tensor cache
+step/batches/cached_step.py makes the payloads, and makes verl's batch from the answers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from verl import DataProto
@@ -31,88 +31,19 @@ from verl_patches.layout.phases import VALIDATE
 from verl_patches.patching.engine import is_on
 from verl_patches.rewards.parts import REWARD_PREFIX, part_means, slowest_sample
 from verl_patches.spec import run_from_config
-from verl_patches.step.batches import payloads
 from verl_patches.step.batches.cached_step import SAMPLE, CachedStep
 from verl_patches.step.batches.filter_groups import FilterGroupsLoader
 from verl_patches.step.log_probs.logprob_check import unchecked_reason
-from verl_patches.step.log_probs.rollout_log_probs import CheckedSamples, CheckRequest
 from verl_patches.step.log_probs.sampled_check import SampledCheck
 from verl_patches.step.objectives.advantages import dataset_responses
 from verl_patches.step.replay.recording import find_recording, load_step, save_scores, save_step
 from verl_patches.step.replay.sample_seeds import SampleSeeds
 
-T = TypeVar("T")
 _ROLLOUT_LOG_PROBS = "rollout_log_probs"
 
 
-class WorkerCalls:
-    """Call the method of the same name on all workers of verl's worker group `group`.
-
-    verl splits a DataProto over ranks or train replicas and concatenates their answers. Any other payload goes to all
-    ranks; the answers are those that are not None, in order of ranks.
-    """
-
-    def __init__(self, group: Any):
-        self._group = group
-
-    def begin_profile(self, step: int, folder: str) -> None:
-        """Trace the step on the ranks that recipe.profile names."""
-        self._group.begin_profile(step, folder)
-
-    def begin_rollout(self, keep_awake: bool, check: CheckRequest | None) -> None:
-        """Keep engines awake until end_rollout, have them sample for the log-prob check, or both."""
-        self._group.begin_rollout(keep_awake, check)
-
-    def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Sync weights, generate responses and return them."""
-        return self._group.generate_sequences(prompts)
-
-    def generate_cached(self, prompts: payloads.PromptIds) -> list[payloads.ResponseIds]:
-        """Generate like generate_sequences, but leave the responses on the ranks that generated them."""
-        return self._group.generate_cached(prompts)
-
-    def place_cached(self, placement: payloads.Placement) -> list[payloads.ExchangeReport]:
-        """Send responses from the ranks that generated them to the train replicas that compute on them."""
-        return self._group.place_cached(placement)
-
-    def end_rollout(self) -> list[CheckedSamples]:
-        """Put engines to sleep; return their samples for the log-prob check."""
-        return _present_answers(self._group.end_rollout())
-
-    def compute_log_prob(self, data: DataProto) -> DataProto:
-        """Return old_log_probs and entropys, both [B, S_response]."""
-        return self._group.compute_log_prob(data)
-
-    def log_prob_cached(self, send_back: bool) -> list[payloads.LogProbs]:
-        """Compute and keep old log-probs on the workers; return each sample's entropy (`send_back`: log-probs too)."""
-        return _present_answers(self._group.log_prob_cached(send_back))
-
-    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """Return ref_log_prob [B, S_response]."""
-        return self._group.compute_ref_log_prob(data)
-
-    def ref_log_prob_cached(self, send_back: bool) -> list[payloads.LogProbs]:
-        """Compute and keep reference log-probs on the workers; return them with `send_back`."""
-        return _present_answers(self._group.ref_log_prob_cached(send_back))
-
-    def compute_values(self, data: DataProto) -> DataProto:
-        """Return the critic's values [B, S_response]."""
-        return self._group.compute_values(data)
-
-    def update_critic(self, data: DataProto) -> DataProto:
-        """Update the critic; return verl's metrics in meta_info."""
-        return self._group.update_critic(data)
-
-    def update_actor(self, data: DataProto) -> DataProto:
-        """Update the actor; return verl's metrics in meta_info."""
-        return self._group.update_actor(data)
-
-    def update_cached(self, advantages: payloads.Advantages) -> list[dict[str, Any]]:
-        """Update the actor on the batch that stayed on the workers; return verl's metrics of each replica."""
-        return _present_answers(self._group.update_cached(advantages))
-
-
-def _present_answers(answers: Sequence[T | None]) -> list[T]:
+def _present_answers(answers: Sequence[Any]) -> list[Any]:
+    """Return what the ranks that answer returned, in their order, to a call with the same payload for all ranks."""
     return [answer for answer in answers if answer is not None]
 
 
@@ -147,7 +78,6 @@ class RecipeWorkerGroup:
         run = run_from_config(trainer.config)
         recipe = run.recipe
         self._group, self._trainer, self._on_call, self._actor, self._step = group, trainer, on_call, actor, 0
-        self._calls = WorkerCalls(group)
         self._record_to, replay = record_to, recipe.rollout.replay
         self._replay_from = None if replay is None else find_recording(replay)
         self._scores_to: Path | None = None  # from the rollout of a recorded step to its first update
@@ -183,15 +113,15 @@ class RecipeWorkerGroup:
         """Return the responses of this step; pass validation and ReMax's greedy baseline to verl's own call."""
         if prompts.meta_info.get("validate"):
             heartbeat.current_heartbeat().set_controller_step(self._trainer.global_steps, VALIDATE)
-            return self._calls.generate_sequences(self._seeded(prompts, self._trainer.global_steps))
+            return self._group.generate_sequences(self._seeded(prompts, self._trainer.global_steps))
         if not prompts.meta_info.get("do_sample", True):
-            return self._calls.generate_sequences(prompts)
+            return self._group.generate_sequences(prompts)
         self._step = self._trainer.global_steps
         self._on_call(self.step, "reward" if self._fixed_data else "generate_sequences")
         self.lengths = self._rollout_log_probs = None
         self._rewards = dict.fromkeys(("rewards", "slowest_sample"))
         if self._profile_to is not None and self.step in self._profiled:
-            self._calls.begin_profile(self.step, str(self._profile_to))
+            self._group.begin_profile(self.step, str(self._profile_to))
         if self._fixed_data is not None:
             width, pad_id = self._trainer.config.data.max_response_length, self._trainer.tokenizer.pad_token_id
             tensors = dataset_responses(prompts, self._fixed_data, width, pad_id)
@@ -211,18 +141,18 @@ class RecipeWorkerGroup:
 
     def _rollout(self, prompts: DataProto) -> DataProto:
         """Generate with vLLM: several batches for recipe.filter_groups, and at times samples of the log-prob check."""
-        request = None if self.sampled_check is None else self.sampled_check.request(self.step)
-        if request is None and self.filtered_groups is None:
+        seed = None if self.sampled_check is None else self.sampled_check.seed(self.step)
+        if seed is None and self.filtered_groups is None:
             return self._generate(prompts)
-        self._calls.begin_rollout(self.filtered_groups is not None, request)
+        self._group.begin_rollout(self.filtered_groups is not None, seed)
         output = (
             self._generate(prompts)
             if self.filtered_groups is None
             else self.filtered_groups.draw_filtered_groups(prompts)
         )
-        checked = self._calls.end_rollout()
-        if self.sampled_check is not None and request is not None:
-            self.sampled_check.compare(checked, self._calls.compute_log_prob)
+        checked = _present_answers(self._group.end_rollout())
+        if self.sampled_check is not None and seed is not None:
+            self.sampled_check.compare(checked, self._group.compute_log_prob)
         return output
 
     def _seeded(self, prompts: DataProto, step: int) -> DataProto:
@@ -231,10 +161,10 @@ class RecipeWorkerGroup:
     def _generate(self, prompts: DataProto) -> DataProto:
         prompts = self._seeded(prompts, self.step)
         if self.cache is None:
-            return self._calls.generate_sequences(prompts)
-        answers = self._calls.generate_cached(self.cache.begin(prompts))
+            return self._group.generate_sequences(prompts)
+        answers = _present_answers(self._group.generate_cached(self.cache.begin(prompts)))
         batch, placement = self.cache.responses(prompts, answers)
-        self.cache.reports = self._calls.place_cached(placement)
+        self.cache.reports = _present_answers(self._group.place_cached(placement))
         return batch
 
     def compute_log_prob(self, batch: DataProto) -> DataProto:
@@ -247,20 +177,20 @@ class RecipeWorkerGroup:
             return DataProto.from_dict(tensors={"entropys": torch.full(batch.batch["responses"].shape, math.nan)})
         self._on_call(self.step, "compute_log_prob")
         if self.cache is None:
-            return self._calls.compute_log_prob(batch)
-        return self.cache.log_probs(batch, self._calls.log_prob_cached(self.cache.send_back))
+            return self._group.compute_log_prob(batch)
+        return self.cache.log_probs(batch, _present_answers(self._group.log_prob_cached(self.cache.send_back)))
 
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """Return ref_log_prob [B, S_response]; nothing if the tensor cache holds it."""
         self._on_call(self.step, "compute_ref_log_prob")
         if self.cache is None:
-            return self._calls.compute_ref_log_prob(batch)
-        return self.cache.ref_log_probs(batch, self._calls.ref_log_prob_cached(self.cache.send_back))
+            return self._group.compute_ref_log_prob(batch)
+        return self.cache.ref_log_probs(batch, _present_answers(self._group.ref_log_prob_cached(self.cache.send_back)))
 
     def compute_values(self, batch: DataProto) -> DataProto:
         """Return values [B, S_response]; with the tensor cache too, the critic gets the trainer's batch."""
         self._on_call(self.step, "compute_values")
-        return self._calls.compute_values(batch)
+        return self._group.compute_values(batch)
 
     def update_critic(self, batch: DataProto) -> DataProto:
         """Update the critic; return verl's metrics."""
@@ -268,7 +198,7 @@ class RecipeWorkerGroup:
         self._actor._record_rewards(batch)  # here too, as the actor has no update before critic_warmup
         self._on_call(self.step, "update_critic")
         self._wait_for_checkpoint()
-        return self._calls.update_critic(batch)
+        return self._group.update_critic(batch)
 
     def update_actor(self, batch: DataProto) -> DataProto:
         """Update the actor; return verl's metrics of the first replica, as in verl; {} without an actor to train."""
@@ -279,11 +209,11 @@ class RecipeWorkerGroup:
         self._on_call(self.step, "update_actor")
         self._wait_for_checkpoint()
         if self.cache is not None:
-            metrics = self._calls.update_cached(self.cache.advantages(batch))
+            metrics = _present_answers(self._group.update_cached(self.cache.advantages(batch)))
             return DataProto(meta_info={"metrics": metrics[0]})
         if self._rollout_log_probs is not None:
             batch.batch[_ROLLOUT_LOG_PROBS] = self._rollout_log_probs[batch.batch[SAMPLE]]
-        return self._calls.update_actor(batch)
+        return self._group.update_actor(batch)
 
     def _wait_for_checkpoint(self) -> None:
         checkpoints = getattr(self._trainer, "recipe_checkpoints", None)  # absent if row checkpoint.save is off

@@ -1,6 +1,6 @@
-"""Send settings to the workers of a run without our launcher: VERL_PATCHES, network interface, line a3's engine.
+"""Send settings to the workers of a run: VERL_PATCHES, network interface, line a3's engine.
 
-With the launcher they come through Ray's runtime_env and its set-up hook, `chain_setup_hooks`.
+With the launcher VERL_PATCHES comes through Ray's runtime_env, whose set-up hook is `chain_setup_hooks`.
 
 Order in a Ray worker (2.42.1): default_worker.py runs the set-up hook before the worker knows its resources. Then the
 first task or the actor's creation arrives, Ray sets ASCEND_RT_VISIBLE_DEVICES to the ids that it gave, and only then it
@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from verl_patches.patching import engine, hooks
+from verl_patches.patching import engine
 from verl_patches.patching.boot.before_import import PRELUDE
 from verl_patches.patching.switches import PATCHES_VAR
 
@@ -55,7 +55,7 @@ def _submitted_variables() -> Mapping[str, str]:
 
 
 def send_settings(engine: Mapping[str, Any] | None, network: Mapping[str, Any] | None) -> None:
-    """Store in Ray, from the controller, what `prepare_from_controller` reads in the workers; None for what is unused.
+    """Store in Ray, before workers start, what `prepare_as_sent` reads in them; None for what is unused.
 
     engine: verl's actor_rollout_ref section, for a line whose engine must be prepared before Megatron is imported.
     network: arguments of platform/npu/__init__.py's set_interface.
@@ -67,11 +67,10 @@ def send_settings(engine: Mapping[str, Any] | None, network: Mapping[str, Any] |
     _internal_kv_put(_settings_key(), json.dumps({"engine": engine, "network": network}))
 
 
-def prepare_from_controller(_: Any) -> None:
+def prepare_as_sent(_: Any) -> None:
     """Set a training worker's network interface and prepare its engine, at verl's import and before Megatron's.
 
-    It does nothing in other processes, and in runs of our launcher, whose controller stores no settings (see
-    `chain_setup_hooks`).
+    It does nothing in other processes.
     """
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
@@ -94,31 +93,20 @@ def prepare_from_controller(_: Any) -> None:
         prepare(settings["engine"])
 
 
-def chain_setup_hooks(
-    user_hook: str | Callable | None, engine: Mapping[str, Any] | None = None, network: Mapping[str, Any] | None = None
-) -> Callable[[], None]:
+def chain_setup_hooks(user_hook: str | Callable | None) -> Callable[[], None]:
     """Return the function that each Ray worker process runs first; user_hook is callable or "package.module.function".
 
-    `engine`: verl's actor_rollout_ref section, for a line whose engine must be prepared before Megatron is imported.
-    `network`: arguments of platform/npu/__init__.py's set_interface, None where it needs no choice.
+    The prelude lets `prepare_as_sent` run at the import of verl: the die is visible then, Megatron not imported.
     """
 
     def prelude_hook() -> None:
         importlib.import_module(PRELUDE)
-        if network is not None:
-            importlib.import_module("verl_patches.platform.npu").set_interface(**network)
-        is_worker = os.environ.keys() >= VERL_WORKER_VARIABLES
-        if engine is not None and is_worker:
-            start = "verl_patches.model.mindspeed.start"  # at verl's import: die visible, Megatron not imported
-            hooks.after_import("verl", lambda _: importlib.import_module(start).prepare(engine))
         hook = user_hook
         if isinstance(hook, str):
             module, _, name = hook.rpartition(".")
             hook = getattr(importlib.import_module(module), name)
         if hook is not None:
             hook()
-        if is_worker:
-            importlib.import_module("verl_patches.platform.npu").refuse_early_device_runtime()
 
     return prelude_hook  # Ray requires a function with a name, not a partial
 

@@ -18,41 +18,30 @@ GIT_LINE = "a3"  # the line whose pins are git repositories; the other line's pa
 FETCH_HINT = f"{our_command('fetch_upstream.sh', '--dest', 'DIR')} clones them"
 SETUP_HINT = f"{our_command('setup.sh')} installs it"
 VERL_CONFIG = "ppo_megatron_trainer"
-GIT_S = 120  # time limit of a git command
 
 
 def git(folder: Path, *args: str) -> str:
     """Return the standard output of a git command in `folder`, the root of a work tree; file modes are ignored.
 
-    Raises RecipeError with git's own message where it fails or does not end, and ConfigError where git is missing.
+    Raises RecipeError with git's own message where it fails.
     """
     root = Path(os.path.abspath(folder))
     tree = [f"--git-dir={root / '.git'}", f"--work-tree={root}"]  # explicit, so that another account may own the clone
     command = ["git", "--no-optional-locks", "-c", "core.fileMode=false", *tree, *args]
-    try:
-        done = subprocess.run(command, cwd=root, capture_output=True, encoding="utf-8", errors="replace", timeout=GIT_S)
-    except subprocess.TimeoutExpired:
-        raise RecipeError(f"git {args[0]} in {folder}: did not end within {GIT_S} s; check its disk") from None
-    except FileNotFoundError:
-        raise ConfigError("git is not installed; install it (openEuler: yum install git) and run this again") from None
+    done = subprocess.run(command, cwd=root, capture_output=True, encoding="utf-8", errors="replace")
     if done.returncode:
         raise RecipeError(f"git {args[0]} in {folder}: {done.stderr.strip()}")
     return done.stdout
 
 
-def find_trees(upstream: Path | None = None, verl_path: Path | None = None) -> Trees:
-    """Return the trees of `--upstream DIR` (GIT_LINE's repositories that pip does not install) or `--verl-path DIR`.
+def find_trees(upstream: Path | None = None) -> Trees:
+    """Return the trees of `--upstream DIR`: GIT_LINE's repositories that pip does not install.
 
-    vLLM is not among them: pip installs it (on the CPU the wheel of its version). Raises ConfigError if both are given
-    and for a folder that lacks a repository.
+    vLLM is not among them: pip installs it (on the CPU the wheel of its version). Raises ConfigError for a folder that
+    lacks a repository.
     """
     if upstream is None:
-        if verl_path is None:
-            return Trees()
-        folder = Path(verl_path).absolute()
-        return Trees(("--verl-path", str(folder)), (folder,), folder)
-    if verl_path is not None:
-        raise ConfigError("--upstream and --verl-path: expected one of them, found both; --upstream contains a verl")
+        return Trees()
     folder, pins = Path(upstream).absolute(), load_pins().line(GIT_LINE)
     plain = {name: repository for name, repository in pins.repositories.items() if not repository.by_pip}
     wanted = [f"{name}/{package}" for name, repository in plain.items() for package in repository.packages]
@@ -84,25 +73,19 @@ def head_commit(folder: Path) -> str | None:
     return git(folder, "rev-parse", "HEAD").strip() if (folder / ".git").exists() else None
 
 
-def verl_config_dir(verl_path: Path | None = None) -> Path:
-    """Return verl's trainer/config folder, of the checkout `verl_path` or the installed verl; else ConfigError."""
-    if verl_path is not None:
-        roots, wanted = [Path(verl_path), Path(verl_path) / "verl"], f"--verl-path {verl_path}"
-    else:
-        root = installed_root("verl")
-        roots, wanted = [root / "verl"] if root else [], "the installed package verl"
-    for root in roots:
-        if (root / "trainer" / "config" / f"{VERL_CONFIG}.yaml").is_file():
-            return (root / "trainer" / "config").resolve()
-    raise ConfigError(
-        f"{wanted}: expected trainer/config/{VERL_CONFIG}.yaml, found none; "
-        f"{SETUP_HINT}, or give --verl-path with the folder of a verl checkout"
-    )
+def verl_config_dir(verl: Path | None = None) -> Path:
+    """Return verl's trainer/config folder, of the checkout `verl` or the installed verl; else ConfigError."""
+    root = installed_root("verl") if verl is None else verl
+    folder = root / "verl" / "trainer" / "config" if root else None
+    if folder is None or not (folder / f"{VERL_CONFIG}.yaml").is_file():
+        wanted = "the installed package verl" if verl is None else str(verl)
+        raise ConfigError(f"{wanted}: expected trainer/config/{VERL_CONFIG}.yaml, found none; {SETUP_HINT}")
+    return folder.resolve()
 
 
 def require_trees(run: RunSpec) -> None:
     """Raise ConfigError where the line of a run does not fit its trees."""
-    line, given = run.line, run.trees.option[:1] == ("--upstream",)
+    line, given = run.line, bool(run.trees.option)
     if given and line != GIT_LINE:
         raise ConfigError(
             f"--upstream contains line {GIT_LINE}, but recipe.line is {line}: give --line {GIT_LINE} "
@@ -124,11 +107,9 @@ def compare_verl_version(line: str, trees: Trees) -> tuple[bool, str]:
     wanted = pin.version if pin else pins.packages["verl"]
     if found == wanted:
         return True, f"configuration taken from verl {found} ({package})"
+    todo = SETUP_HINT
     if pin:
-        wanted += f" ({pin.commit[:12]})"
-        todo = f"give the sources of the line with --upstream DIR, or put its verl on PYTHONPATH; {FETCH_HINT}"
-    else:
-        todo = f"omit --upstream and --verl-path; {SETUP_HINT}"
+        wanted, todo = f"{wanted} ({pin.commit[:12]})", f"give --upstream DIR; {FETCH_HINT}"
     return False, f"configuration taken from verl {found} ({package}), but line {line} pins {wanted}; {todo}"
 
 

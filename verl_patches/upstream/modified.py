@@ -1,17 +1,13 @@
-"""Find files of the upstream sources that differ from their pins: in checkouts by git, in installed packages by RECORD.
+"""Find upstream sources that differ from their pins: checkouts by git, installed packages by their version.
 
-A checkout is as pinned if it is at the commit of its pin and `git status` names no file. For an installed package the
-RECORD itself is compared first, with the digests of the pinned wheels' RECORDs in the pin file. The prelude line, which
+A checkout is as pinned if it is at the commit of its pin and `git status` names no file. The prelude line, which
 `install-prelude` inserts into verl's worker module, is no change.
 """
 
 from __future__ import annotations
 
-import base64
-import csv
-import hashlib
-import re
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 
 from verl_patches.errors import ConfigError, RecipeError, our_command
@@ -19,7 +15,7 @@ from verl_patches.patching.boot import install_prelude
 from verl_patches.patching.contract import PACKAGES, installed_root
 from verl_patches.patching.report import Finding
 from verl_patches.spec import RunSpec, Trees
-from verl_patches.upstream.checkouts import FETCH_HINT, SETUP_HINT, git, head_commit
+from verl_patches.upstream.checkouts import FETCH_HINT, git, head_commit
 from verl_patches.upstream.pins import Line, Repository, load_pins, same_version
 
 WORKER_FILE = f"verl/{install_prelude.WORKER_FILE}"
@@ -61,10 +57,10 @@ def package_roots(line: str, trees: Trees) -> dict[str, Path]:
 
 
 def source_findings(line: Line, roots: Mapping[str, Path]) -> Iterator[Finding]:
-    """Yield one finding per package of `roots`: compare a checkout with its pin, an installed package with its RECORD.
+    """Yield one finding per package of `roots`: compare a checkout's commit and files, an installed package's version.
 
     A finding is named as in the pin file. It is a problem where files differ (all are in `details`), where commit or
-    version differs, and where there is nothing to compare with.
+    version differs, and where a repository of the line has nothing to compare with.
     """
     pins = {package: (name, pin) for name, pin in line.repositories.items() for package in pin.packages}
     for package, root in roots.items():
@@ -121,74 +117,20 @@ def _has_prelude_alone(folder: Path) -> bool:
 
 
 def _package_finding(name: str, package: str, root: Path, line: Line) -> Finding:
+    """Compare the version of a package that is not a git checkout; a copy that is not installed has none."""
     place, pin = str(root / package), line.repositories.get(name)
-    record = _find_record(package, root)
-    if record is None and pin is None:  # a copy of the package: compare with the installed one's RECORD
-        record = _find_record(package, installed_root(package))
-    if record is None:
-        wanted, todo = "an installed package", SETUP_HINT
-        if pin:
-            wanted, todo = f"commit {pin.commit[:12]}", FETCH_HINT
-        text = "neither a git checkout nor an installed package with a RECORD: cannot be compared"
-        return Finding(name, "problem", place, wanted, text, todo)
-    distribution, _, version = record.parent.name.removesuffix(".dist-info").replace("_", "-").rpartition("-")
+    distributions = metadata.packages_distributions().get(package, ()) if root == installed_root(package) else ()
+    if not distributions and pin:
+        text = "neither a git checkout nor an installed package: cannot be compared"
+        return Finding(name, "problem", place, f"commit {pin.commit[:12]}", text, FETCH_HINT)
+    if not distributions:
+        return Finding(name, "note", place, found="not installed in this Python: its files were not compared")
+    distribution, version = distributions[0], metadata.version(distributions[0])
     pinned = pin.version if pin else line.packages.get(distribution, version)
-    name, wanted = name if pin else distribution, f"{pinned}, {pin.commit[:12]}" if pin else pinned
     source = f"git+{pin.urls[0]}@{pin.commit}" if pin else f"{distribution}=={pinned}"
     again = f"install it again: python -m pip install --force-reinstall --no-deps {source}"
-    if not same_version(pinned, version):
-        return Finding(name, "problem", place, wanted, version, again)
-    if pin is None and (found := record_digest(package, record)) not in line.records.get(distribution, ()):
-        text = f"{record} is not that of the pinned wheel: its digest is {found}"
-        return Finding(name, "problem", place, " or ".join(line.records.get(distribution, ())), text, again)
-    if files := record_changes(package, root, record):
-        return Finding(name, "problem", place, wanted, files_text(files), again, tuple(files))
-    unknown = "; its commit is not known" if pin else ""
-    return Finding(name, "fine", place, wanted, f"{distribution} {version}, every file as its RECORD says{unknown}")
-
-
-def _find_record(package: str, root: Path | None) -> Path | None:
-    """Return the RECORD in `root` that lists files of a top-level package."""
-    listed = re.compile(rf"^{re.escape(package)}/", re.MULTILINE)
-    records = sorted(root.glob("*.dist-info/RECORD")) if root else ()
-    return next((record for record in records if listed.search(record.read_text())), None)
-
-
-def record_digest(package: str, record: Path) -> str:
-    """Return the sha256 of a package's sorted lines "PATH,HASH" in a RECORD, equal for the wheel and an installation.
-
-    Lines that pip adds do not count: other folders (dist-info, scripts), and byte code, which has no hash.
-    """
-    lines = sorted(f"{path},{digest}\n" for path, digest in _wheel_files(package, record).items())
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
-
-
-def _wheel_files(package: str, record: Path) -> dict[str, str]:
-    """Return {path: hash} of the files of a top-level package that a wheel brought."""
-    with record.open(newline="") as text:
-        rows = [(path, digest) for path, digest, *_ in csv.reader(text) if path.startswith(f"{package}/")]
-    return {path: digest for path, digest in rows if digest}
-
-
-def record_changes(package: str, root: Path, record: Path) -> list[str]:
-    """Return the files of a package in `root` that differ from its RECORD, as `tree_changes` does.
-
-    Extra files count where Python imports them.
-    """
-    wanted, changes = _wheel_files(package, record), []
-    for path, digest in wanted.items():
-        if not (root / path).is_file():
-            changes.append(f"{path} (deleted)")
-            continue
-        found = [(root / path).read_bytes()]
-        if path == WORKER_FILE:
-            found.append(found[0].replace(f"{install_prelude.PRELUDE_LINE}\n".encode(), b"", 1))
-        if digest not in map(_record_hash, found):
-            changes.append(f"{path} (modified)")
-    others = {f.relative_to(root).as_posix() for f in (root / package).rglob("*") if f.suffix in (".py", ".so")}
-    return sorted([*changes, *(f"{path} (extra)" for path in others - wanted.keys())])
-
-
-def _record_hash(data: bytes) -> str:
-    """Return a hash in the form of RECORD files: sha256=urlsafe base64 without padding."""
-    return "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+    fits, unknown = same_version(pinned, version), "; its commit is not known" if pin else ""
+    found = f"{distribution} {version}{unknown}"
+    return Finding(
+        name if pin else distribution, "fine" if fits else "problem", place, pinned, found, "" if fits else again
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -19,11 +18,9 @@ CONFIGS_DIR = (Path(__file__).resolve().parents[1] / "configs").resolve()
 PIN_FILE = CONFIGS_DIR / "upstream.yaml"
 
 CommitHash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")]
-Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Version = Annotated[str, StringConstraints(min_length=1)]  # a package's exact version, or a pattern such as 0.1*
 LineName = Annotated[str, StringConstraints(pattern="^(pypi|a3)$")]
 LineOrBoth = Annotated[str, StringConstraints(pattern="^(both|pypi|a3)$")]  # both: the same on both lines
-ValueKind = Annotated[str, StringConstraints(pattern=r"^(int|text|path|\d+\.\.\d+)$")]
 
 
 class _Strict(BaseModel):
@@ -42,7 +39,6 @@ class Repository(_Strict):
     packages: tuple[str, ...]
     version: Version
     ref: str | None = None
-    note: str = ""
     by_pip: bool = False
 
 
@@ -53,60 +49,14 @@ class Phrase(_Strict):
     zh: str
 
 
-class Variable(_Strict):
-    """Describe an environment variable that a run sets, or that a user's shell must not set to another value.
-
-    read_by: its readers by line ("both": the same on both): dotted names of upstream's functions or variables, or the
-    names of libraries. allowed: the values, or int, A..B, path (absolute), text.
-    """
-
-    read_by: Mapping[LineOrBoth, tuple[str, ...]]
-    allowed: ValueKind | tuple[str, ...]
-    note: str = ""
-
-    def reads(self, line: str) -> tuple[str, ...]:
-        """Return the places where `line` reads the variable; empty if it does not."""
-        return (*self.read_by.get("both", ()), *self.read_by.get(line, ()))
-
-    def accepts(self, value: str) -> bool:
-        """Return whether `value` is allowed."""
-        if not isinstance(self.allowed, str):
-            return value in self.allowed
-        if self.allowed in ("text", "path"):
-            return self.allowed == "text" or value.startswith("/")
-        whole = re.fullmatch(r"-?\d+", value)
-        low, _, high = self.allowed.partition("..")
-        return bool(whole) and (not high or int(low) <= int(value) <= int(high))
-
-    @property
-    def allowed_text(self) -> str:
-        """Return the allowed values as text."""
-        words = {"int": "a whole number", "path": "an absolute path", "text": "any text"}
-        return words.get(self.allowed, self.allowed) if isinstance(self.allowed, str) else " or ".join(self.allowed)
-
-
 class Unsupported(_Strict):
-    """Describe a configuration key without effect, or with a wrong one, on `lines`; only `neutral` values are accepted.
-
-    planned: no patch acts on the key yet; --dry-run shows such a run, but a start is refused.
-    """
+    """Describe a configuration key without effect, or with a wrong one, on `lines`, but for its `neutral` values."""
 
     key: str
     lines: tuple[LineName, ...]
     neutral: tuple[Any, ...]
     why: str
     instead: str
-    planned: bool = False
-
-
-class GivenByVerl(_Strict):
-    """List the keywords that verl passes to vLLM's LLM, with the key that decides each, or its value.
-
-    at: the symbol that passes them, by line.
-    """
-
-    at: Mapping[LineName, str]
-    keywords: Mapping[str, str]
 
 
 class Container(_Strict):
@@ -119,9 +69,8 @@ class Container(_Strict):
 class Line(_Strict):
     """Pin one upstream line: exact versions of Python packages and of Ascend software, and repositories.
 
-    python: the minor versions that all of them support, the preferred one first. records: digests of the pinned wheels'
-    RECORDs (upstream/modified.py, record_digest), one for each wheel of that version, for the packages that are
-    compared file by file. use, state: what the line is for and whether it was tried. engine: that of vLLM.
+    python: the minor versions that all of them support, the preferred one first. use, state: what the line is for and
+    whether it was tried. engine: that of vLLM.
     """
 
     use: Phrase
@@ -130,7 +79,6 @@ class Line(_Strict):
     python: Annotated[tuple[Version, ...], Field(min_length=1)]
     packages: Mapping[str, Version]
     repositories: Mapping[str, Repository]
-    records: Mapping[str, Annotated[tuple[Sha256, ...], Field(min_length=1)]] = Field(default_factory=dict)
     system: Mapping[str, Version] = Field(default_factory=dict)
     limits: tuple[str, ...] = ()
     container: Container | None = None
@@ -145,13 +93,14 @@ class Line(_Strict):
 
 
 class Pins(_Strict):
-    """Hold the whole pin file."""
+    """Hold the whole pin file.
+
+    environment: {variable: {line, or "both": its readers: dotted names of upstream's symbols, or names of libraries}}.
+    """
 
     lines: Mapping[str, Line]
-    environment: Mapping[str, Variable]
-    read_nowhere: Mapping[str, str]
+    environment: Mapping[str, Mapping[LineOrBoth, tuple[str, ...]]]
     added_keys: Mapping[LineOrBoth, tuple[str, ...]]
-    given_by_verl: GivenByVerl
     unsupported: tuple[Unsupported, ...]
 
     @field_validator("unsupported", mode="before")
@@ -179,14 +128,15 @@ class Pins(_Strict):
         patterns = (*self.added_keys.get("both", ()), *self.added_keys.get(line, ()))
         return any(fnmatchcase(key, pattern) for pattern in patterns)
 
-    def read_by(self, variable: str, line: str) -> str:
-        """Return as text where `line` reads an environment variable, or else where other lines do ("LINE: place").
-
-        Raises KeyError for a variable that the pin file does not list.
-        """
+    def readers(self, variable: str, line: str) -> tuple[str, ...]:
+        """Return the places where `line` reads an environment variable; KeyError if none is listed."""
         entry = self.environment[variable]
-        others = [f"{other}: {place}" for other in self.lines for place in entry.reads(other)]
-        return "; ".join(entry.reads(line) or others)
+        return (*entry.get("both", ()), *entry.get(line, ()))
+
+    def read_by(self, variable: str, line: str) -> str:
+        """Return as text where `line` reads an environment variable, or else where other lines do ("LINE: place")."""
+        others = [f"{other}: {place}" for other in self.lines for place in self.readers(variable, other)]
+        return "; ".join(self.readers(variable, line) or others)
 
 
 def same_version(pinned: str, found: str) -> bool:

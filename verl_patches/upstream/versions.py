@@ -22,7 +22,6 @@ from verl_patches.patching.switches import PATCHES_VAR, parse_switches
 from verl_patches.upstream.checkouts import FETCH_HINT, SETUP_HINT, Trees
 from verl_patches.upstream.modified import package_roots, source_findings
 from verl_patches.upstream.pins import Line, load_pins, same_version
-from verl_patches.upstream.support import shell_findings
 
 _VERSION_LINE = re.compile(r"^\s*([\w.-]+)\s*[=:]\s*(\S+)\s*$")
 
@@ -45,31 +44,23 @@ class Machine:
 
 
 def compare_pins(line: str | None = None, machine: Machine | None = None, trees: Trees | None = None) -> Report:
-    """Compare the pins of one line with `machine`, its environment variables and `trees`; notes list the line's limits.
+    """Compare the pins of one line with `machine` and `trees`; notes list the line's limits.
 
     The default line is that of VERL_PATCHES, else a3 (production). Raises ConfigError for a line that is not in the pin
     file.
     """
     machine, pins = machine or Machine(), load_pins()
-    given = machine.environ.get(PATCHES_VAR, "")
-    name, why = (
-        line or parse_switches(given).line,
-        PATCHES_VAR if "line=" in given else f"{PATCHES_VAR} names no line, so line a3 (production)",
-    )
+    name = line or parse_switches(machine.environ.get(PATCHES_VAR, "")).line
     pinned = pins.line(name)
     sources = [*_source_findings(name, pinned, package_roots(name, trees or Trees()))]
     compared = {finding.name for finding in sources}
-    findings = [Finding("line", "fine", "--line" if line else why, "", name), _python_finding(pinned, machine)]
+    findings = [_python_finding(pinned, machine)]
     findings += [
         _package_finding(key, version, machine) for key, version in pinned.packages.items() if key not in compared
     ]
     findings += [_ascend_finding(key, version, machine) for key, version in pinned.system.items()]
     findings += sources
-    findings += shell_findings(name, machine.environ)
     findings += [Finding("not supported", "note", "", "", limit) for limit in pinned.limits]
-    for entry in pins.unsupported_on(name):
-        neutral = " or ".join("unset" if value is None else str(value) for value in entry.neutral)
-        findings.append(Finding(entry.key, "note", "config", neutral, "", f"{entry.why}; {entry.instead}"))
     return Report("versions", name, tuple(findings))
 
 
@@ -138,18 +129,8 @@ def _ascend_version(name: str, machine: Machine) -> tuple[str | None, str]:
 def _source_findings(name: str, pinned: Line, roots: Mapping[str, Path]) -> Iterator[Finding]:
     """Yield a finding for each upstream package of the line: the comparison with its pin, or how to get it."""
     yield from source_findings(pinned, roots)
-    repository_names = {
-        package: key for key, repository in pinned.repositories.items() for package in repository.packages
-    }
+    named = {package: key for key, repository in pinned.repositories.items() for package in repository.packages}
     for package in PACKAGES[name]:
-        if package in roots:
-            continue
-        key = repository_names.get(package)
-        wanted, todo = "an installed package", SETUP_HINT
-        if key is not None:
-            wanted, todo = f"commit {pinned.repositories[key].commit[:12]}", f"{FETCH_HINT}; then "
-            if pinned.repositories[key].by_pip:
-                todo += f"install it: python -m pip install --no-build-isolation --editable DIR/{key}"
-            else:
-                todo += "give --upstream DIR, or put it on PYTHONPATH"
-        yield Finding(key or package, "problem", package, wanted, "not importable", todo)
+        if package not in roots:
+            todo = f"{FETCH_HINT}; then install it, or give --upstream DIR" if package in named else SETUP_HINT
+            yield Finding(named.get(package, package), "problem", package, "a package", "not importable", todo)

@@ -4,7 +4,6 @@
                   rank_R.safetensors  pieces of weights and optimizer states of rank R (TrainState)
                   rank_R.json         states of random generators, step counts, learning-rate schedule of rank R
                   trainer.json        position in the data, sampler, the trainer's generators, adaptive KL coefficient
-                  trainer.safetensors tensors of trainer.json's contents (trainer/checkpoint.py)
                   config.json         of the trained model, with its dtype
                   tokenizer.json, ... files of the model's folder other than weights
                   critic/             of a run with a critic: its own manifest, ranks' files and config.json
@@ -37,7 +36,6 @@ them), so places in a tensor are plain numbers.
 from __future__ import annotations
 
 import base64
-import heapq
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -278,12 +276,8 @@ def written_weights(
     found = []
     for axes, parameters in shared.items():
         replicas = [r for r in range(layout.world_size) if _same_coordinates(layout.coordinates(r), at, axes)]
-        loads = [(0, replica) for replica in replicas]
-        for parameter in sorted(parameters, key=lambda p: (-p.count, p.name)):
-            load, replica = heapq.heappop(loads)
-            heapq.heappush(loads, (load + parameter.count, replica))
-            if replica == rank:
-                found.append(parameter.name)
+        ordered = sorted(parameters, key=lambda p: (-p.count, p.name))
+        found += [each.name for each in ordered[replicas.index(rank) :: len(replicas)]]
     return found
 
 

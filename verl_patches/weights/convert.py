@@ -1,40 +1,39 @@
 """Run a planned conversion of weights (plan.py), which can be interrupted and continued.
 
 Each file is written by one process and gets its name once it is whole. A conversion that was ended continues with the
-missing files. The folder is complete with the file that is written last: a HF folder's index, Megatron's tracker. Bytes
-read from a checkpoint are compared with the sha256 in its manifest in the same pass; HF and Megatron folders have none.
+missing files: the file IDENTITY_FILE tells it from others. The folder is complete with the file that is written last: a
+HF folder's index, Megatron's tracker. Bytes read from a checkpoint are compared with the sha256 in its
+manifest in the same pass; HF and Megatron folders have none.
 """
 
 from __future__ import annotations
 
 import errno
 import multiprocessing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from safetensors import safe_open
 
 from verl_patches.current import Current
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.layout.inventory import Inventory
-from verl_patches.layout.model_folder import safetensors_header
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import Shard, local_parameters
-from verl_patches.reshard.parameters import NAMES_BY_LIBRARY
-from verl_patches.reshard.train_tensors import parameter_contents, train_tensors_from_native
-from verl_patches.shared_files import PARTIAL, disk_errors, free_bytes, sync
-from verl_patches.weights import fp8
+from verl_patches.processes import die_with_parent
+from verl_patches.reshard.parameters import NAMES_BY_LIBRARY, parse_name
+from verl_patches.reshard.train_tensors import train_tensors_from_native
+from verl_patches.shared_files import disk_errors, free_bytes, sync
 from verl_patches.weights.manifest import build_header, file_problems
-from verl_patches.weights.megatron import ITERATION_FOLDER, MODEL_FILE, read_rank_file
 from verl_patches.weights.plan import ConversionPlan, OutFile, process_count
 from verl_patches.weights.reader import COPY_ADVICE, TORCH_DTYPES, WeightReader, require_finite, tensor_bytes
-from verl_patches.weights.source import BLOCK, FP8, Source, scale_name
+from verl_patches.weights.source import Source
 from verl_patches.weights.writer import RERUN_ADVICE, NewFile, write_text
 
+IDENTITY_FILE = ".conversion"
 Progress = Callable[[int], None]  # gets the bytes of each file that is finished, now or before
 
 
@@ -68,8 +67,8 @@ def convert(
     folder = Path(folder)
     _check_space(folder, plan.files)
     _check_small_files(plan.source, ["config.json", *plan.texts, *plan.copies])
-    there = _prepare_folder(plan, folder)
-    kept = [file for file in plan.files if file.name in there]
+    _prepare_folder(plan, folder)
+    kept = [file for file in plan.files if (folder / file.name).exists()]
     for file in kept:
         progress(file.size_bytes)
     todo = [file for file in plan.files if file not in kept]
@@ -82,44 +81,22 @@ def convert(
     return ConversionResult(read, sum(file.size_bytes for file in todo), len(kept), len(todo))
 
 
-def _prepare_folder(plan: ConversionPlan, folder: Path) -> set[str]:
-    """Make the folder, or check that it is of this conversion, and return the names of weight files in it."""
-    there = {
-        str(path.relative_to(folder)) for path in folder.glob(f"*/*/{MODEL_FILE}" if plan.layout else "*.safetensors")
-    }
-    if folder.exists() and not there and (not folder.is_dir() or any(map(_is_foreign, folder.iterdir()))):
-        raise ConfigError(f"{folder}: expected a new or empty folder, or this conversion's own; choose another folder")
+def _prepare_folder(plan: ConversionPlan, folder: Path) -> None:
+    """Make the folder, or check that it is one of this conversion."""
+    mark = folder / IDENTITY_FILE
+    is_own = mark.is_file() and mark.read_text() == plan.identity
+    if folder.exists() and not is_own and any(not path.name.startswith(mark.name) for path in folder.iterdir()):
+        raise ConfigError(
+            f"{folder}: expected a new or empty folder, or one of this conversion "
+            f"({plan.layout or 'a HF folder'} from {plan.source.folder}), found others; choose another folder"
+        )
     folder.mkdir(parents=True, exist_ok=True)
-    names = {file.name for file in plan.files}
-    for name in sorted(there):
-        found = _conversion_metadata(folder / name)
-        if name not in names or found.get("conversion") != plan.identity:
-            raise ConfigError(
-                f"{folder}: {name}: expected a file of this conversion ({plan.layout or 'a HF folder'} from "
-                f"{plan.source.folder}), found layout {found.get('layout', 'none')} of another; choose another folder"
-            )
-    return there
-
-
-def _is_foreign(path: Path) -> bool:
-    """Return False for what a conversion makes before its first file is whole: partial files, an iteration's folder."""
-    return path.name != ITERATION_FOLDER and path.suffix != PARTIAL
-
-
-def _conversion_metadata(path: Path) -> Mapping[str, Any]:
-    """Return what a weight file records of the conversion that wrote it."""
-    if path.name == MODEL_FILE:
-        return read_rank_file(path).other_entries
-    safetensors_header(path)  # raises ConfigError for a file that is not whole
-    with safe_open(path, "pt") as file:
-        return file.metadata() or {}
+    write_text(mark, plan.identity)
 
 
 def _check_space(folder: Path, files: Iterable[OutFile]) -> None:
-    """Raise RecipeError if the disk has no room for the missing files; their partial files count as free space."""
-    todo = [file for file in files if not (folder / file.name).exists()]
-    size, left = sum(file.size_bytes for file in todo), [folder / f"{file.name}{PARTIAL}" for file in todo]
-    free = free_bytes(folder) + sum(path.stat().st_blocks * 512 for path in left if path.exists())
+    """Raise RecipeError if the disk has no room for the missing files."""
+    size, free = sum(f.size_bytes for f in files if not (folder / f.name).exists()), free_bytes(folder)
     if size > free:
         raise RecipeError(
             f"{folder}: expected {size} free bytes to write, found {free}. Free space or choose another folder, then "
@@ -140,14 +117,9 @@ def _check_small_files(source: Source, names: Iterable[str]) -> None:
 
 def _write_files(job: _Job, files: list[OutFile], processes: int) -> Iterator[tuple[OutFile, int]]:
     """Write `files` in `processes` processes, and yield (file, bytes read) as they end; an error ends the rest."""
-    if processes == 1 or len(files) < 2:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # the same as in each of several processes
-        try:
-            for file in files:
-                yield file, _write_file(job, file)
-        finally:
-            torch.set_num_threads(threads)
+    if processes == 1:
+        for file in files:
+            yield file, _write_file(job, file)
         return
     fork = multiprocessing.get_context("fork")  # so that the large plan of 671B is not pickled
     with ProcessPoolExecutor(processes, fork, _start_process, (job,)) as pool:
@@ -165,6 +137,7 @@ def _write_files(job: _Job, files: list[OutFile], processes: int) -> Iterator[tu
 
 
 def _start_process(job: _Job) -> None:
+    die_with_parent()
     torch.set_num_threads(1)  # other processes use the other cores; OpenMP's threads do not survive a fork
     _job.value = job
 
@@ -179,33 +152,22 @@ def _write_file(job: _Job, file: OutFile) -> int:
     plan = job.plan
     if plan.layout is None:
         return _write_hf(job, file)
-    more = {"layout": str(plan.layout), "conversion": plan.identity}
     path = job.folder / file.name
-    return write_megatron_file(path, plan.source, plan.inventory, plan.layout, file.rank, plan.library, more)
+    return write_megatron_file(path, plan.source, plan.inventory, plan.layout, file.rank, plan.library)
 
 
 def _write_hf(job: _Job, file: OutFile) -> int:
     """Write a file of a HF folder, a tensor at a time, and return the bytes read."""
-    read: list[int] = []
-    tensors, scales = job.plan.source.tensors, dict[str, torch.Tensor]()
-    with (
-        WeightReader(job.plan.source, read.append, sequential=True, verify=True) as reader,
-        NewFile(job.folder / file.name) as writer,
-    ):
-        writer.write(build_header(file.tensors, file.name, conversion=job.plan.identity))
+    with WeightReader(job.plan.source, verify=True) as reader, NewFile(job.folder / file.name) as writer:
+        writer.write(build_header(file.tensors, file.name))
         for entry in file.tensors:
-            if entry.key in scales:
-                value = scales.pop(entry.key)
-            elif entry.dtype == FP8 and tensors[entry.key].dtype != FP8:
-                value, scales[scale_name(entry.key)] = fp8.encode(reader.read(entry.key), BLOCK, entry.key)
-            else:
-                value = reader.read(entry.key)
-                if value.dtype != TORCH_DTYPES[entry.dtype]:
-                    value = value.to(TORCH_DTYPES[entry.dtype])
-                    require_finite(value, entry.key)
+            value = reader.read(entry.key)
+            if value.dtype != TORCH_DTYPES[entry.dtype]:
+                value = value.to(TORCH_DTYPES[entry.dtype])
+                require_finite(value, entry.key)
             writer.write(tensor_bytes(value))
         writer.finish()
-    return sum(read)
+    return reader.read_bytes
 
 
 # ---- a file of Megatron's checkpoint
@@ -234,25 +196,24 @@ def _empty_parameter(name: str, shards: list[Shard], library: str) -> torch.Tens
     """Return an uninitialised parameter `name` that can hold `shards`."""
     experts = len({shard.parameter.expert for shard in shards})
     rows = sum(shard.shape[0] for shard in shards) // experts
-    shape = parameter_contents(name, library).shape((rows, *shards[0].shape[1:]), experts)
+    shape = parse_name(name, library).shape((rows, *shards[0].shape[1:]), experts)
     return torch.empty(shape, dtype=getattr(torch, shards[0].dtype))
 
 
 def write_megatron_file(
-    path: Path, source: Source, inventory: Inventory, layout: ParallelLayout, rank: int, library: str, more: dict
+    path: Path, source: Source, inventory: Inventory, layout: ParallelLayout, rank: int, library: str
 ) -> int:
     """Write the file of `rank` under another name, and give it its own once it is whole; return the bytes read.
 
-    `inventory`: in the dtypes that are written. `more`: further entries. The parameters are in memory meanwhile.
+    `inventory`: in the dtypes that are written. The parameters are in memory meanwhile.
     """
     chunks = empty_chunks(inventory, layout, rank, library)
-    read: list[int] = []
-    with WeightReader(source, read.append, verify=True) as reader:
+    with WeightReader(source, verify=True) as reader:
         views = train_tensors_from_native(chunks, inventory, layout, rank, library).values()
         for held in sorted(views, key=lambda each: reader.position(each.region)):
             reader.copy(held.region, held.tensor)
     keys = ["model"] if layout.vpp == 1 else [f"model{n}" for n in range(layout.vpp)]
-    state = {**dict(zip(keys, chunks, strict=True)), "checkpoint_version": 3.0, "iteration": 1, **more}
+    state = {**dict(zip(keys, chunks, strict=True)), "checkpoint_version": 3.0, "iteration": 1}
     with disk_errors(path, RERUN_ADVICE):
         path.parent.mkdir(parents=True, exist_ok=True)
     with NewFile(path) as file:
@@ -263,4 +224,4 @@ def write_megatron_file(
                 raise OSError(errno.ENOSPC, str(error).splitlines()[0]) from error
         file.finish()
     sync(path.parent)
-    return sum(read)
+    return reader.read_bytes

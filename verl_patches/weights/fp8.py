@@ -1,10 +1,9 @@
-"""Decode FP8 weights with block scales, as DeepSeek publishes them, to bf16 or fp32, and encode from either.
+"""Decode FP8 weights with block scales, as DeepSeek publishes them, to bf16 or fp32.
 
 A weight [R, C] in float8_e4m3fn has an fp32 scale for each block of 128 x 128, in a tensor `weight_scale_inv` of shape
 [ceil(R / 128), ceil(C / 128)]; blocks at the lower and right edge may be smaller. value = fp8 * scale, computed in
-fp32 and rounded once (`weight_dequant` in inference/kernel.py of deepseek-ai/DeepSeek-V3). Encoding follows `act_quant`
-there: scale = max |value| of the block / 448, the largest e4m3fn; a block of zeros, where that is 0 / 0, has scale 1.
-NaN, and scales that a block of finite values cannot have (NaN, infinity, 0, negative ones), are refused both ways.
+fp32 and rounded once (`weight_dequant` in inference/kernel.py of deepseek-ai/DeepSeek-V3). NaN, and scales that a block
+of finite values cannot have (NaN, infinity, 0, negative ones), are refused.
 
 torch on a CPU converts fp8 one element at a time. The bits of an e4m3fn, moved by 7 places, are those of an fp16 of
 1/256 of the value, so shifts and torch's vectorised conversion of fp16 do it several times faster, and exactly.
@@ -56,24 +55,3 @@ def decode(
             half.bitwise_left_shift_(7).bitwise_and_(~0x4000)  # the sign was extended to both upper bits
             out[start:stop] = value.copy_(half.view(torch.float16)).mul_(scale * 256)
     return out
-
-
-def encode(values: torch.Tensor, block: Sequence[int], name: str = "tensor") -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (fp8 [R, C], fp32 scales [ceil(R / rows), ceil(C / columns)]) of `values` [R, C]; refuses NaN, inf."""
-    (rows, columns), width = block, values.shape[1]
-    count = -(-width // columns)
-    stored = torch.empty(values.shape, dtype=torch.float8_e4m3fn)
-    scales = torch.empty(-(-len(values) // rows), count, dtype=torch.float32)
-    wide = torch.empty(min(rows, len(values)), width)
-    for number, start in enumerate(range(0, len(values), rows)):
-        band = wide[: len(values) - start].copy_(values[start : start + rows])
-        largest = torch.maximum(band.amax(0), -band.amin(0))  # the largest absolute value, faster than by abs()
-        peak = torch.nn.functional.pad(largest, (0, count * columns - width)).view(count, columns)
-        scale = peak.amax(1) / LARGEST
-        if not (scale <= LARGEST_SCALE).all():  # false for NaN
-            raise RecipeError(f"{name}: rows from {start} hold NaN or infinity, which FP8 cannot store; check the run")
-        scale[scale == 0] = 1.0
-        band.div_(scale.repeat_interleave(columns)[:width]).clamp_(-LARGEST, LARGEST)
-        stored[start : start + rows] = band
-        scales[number] = scale
-    return stored, scales

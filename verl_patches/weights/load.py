@@ -6,15 +6,15 @@ that a weight sync reads too (reshard/train_tensors.py), in the order in which t
 
 Ranks read at different speeds (disks, caches, the embedding's stage). If one is much later than the others, their first
 collective after loading ends in a timeout that does not name it. So each rank notes in torch.distributed's store that
-it has loaded, and waits there for the others, as long as any of them reads bytes (`SharedLoad`). Its heartbeat shows
-its progress.
+it has loaded, and waits there for the others, as long as any of them reads bytes (`wait_for_ranks`). Its heartbeat
+shows its progress.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,16 +26,15 @@ from verl_patches.heartbeat.heartbeat import current_heartbeat
 from verl_patches.layout.inventory import SCORE, SCORE_BIAS, Inventory, build_inventory
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.phases import LOADED
+from verl_patches.layout.sharding import train_library
 from verl_patches.reshard.parameters import keep_bias_fp32, named_weights
 from verl_patches.reshard.region import Region
-from verl_patches.reshard.train_tensors import library_from_chunks, model_layout, train_tensors, unwrap_chunks
+from verl_patches.reshard.train_tensors import model_layout, train_tensors, unwrap_chunks
 from verl_patches.weights.reader import WeightReader
 from verl_patches.weights.source import open_source
 
-POLL_S = 0.5
+POLL_S = 0.2
 TELL_S = 1.0  # a rank tells those that wait for it at most this often that it reads
-_SHOWN_RANKS = 8  # number of ranks that a message names
-_HEAD = "output_layer."  # part of the names of the head's parameters
 WAIT_S = 3600.0  # the default; recipe.timeouts.load_s sets it in a run
 
 
@@ -46,85 +45,79 @@ def load_weights(
     key: str = "verl_patches/load",
     wait_s: float = WAIT_S,
     layout: ParallelLayout | None = None,
-    head_only: bool = False,
 ) -> int:
     """Fill parameters and correction biases of `chunks` (GPTModel, wrapped or not) from `folder`; return bytes read.
 
     `line`: "a3" for MindSpeed-LLM's parameters, else Megatron's. `layout`: that of `chunks`, with layers_per_stage;
     None takes it from `model_layout`, a collective whose timeout names no rank. Values are converted to each
     parameter's dtype; correction biases stay fp32 although a bf16 wrapper casts them. A value model takes its head from
-    a folder that has one, otherwise it is drawn (`draw_head`). `head_only`: nothing but the head is loaded. Needs
-    Megatron's process groups. Every rank of torch.distributed must call it, with the same `key`, which no other load
-    has used: it returns once all have loaded, and raises RecipeError as `SharedLoad.wait` does after `wait_s`. Raises
-    ConfigError as `open_source` does, and for a parameter that is not of config.json's model.
+    a folder that has one, otherwise it is drawn (`draw_head`). Needs Megatron's process groups. Every rank of
+    torch.distributed must call it, with the same `key`, which no other load has used: it returns once all have loaded,
+    and raises RecipeError as `wait_for_ranks` does after `wait_s`. Raises ConfigError as `open_source` does, and for a
+    parameter that is not of config.json's model.
     """
     for chunk in unwrap_chunks(chunks):
         keep_bias_fp32(chunk)
     layout = layout or model_layout(chunks)
-    source = open_source(folder, expert_split="tp_extend_ep" if layout.etp == 1 else "etp")
-    regions = _regions(chunks, source.inventory, layout, line, head_only)
-    load = SharedLoad(str(folder), key, wait_s)
-    with WeightReader(source, load.count) as reader, torch.no_grad():
+    source = open_source(folder)
+    regions = _regions(chunks, source.inventory, layout, line)
+    with WeightReader(source, read_counter(key)) as reader, torch.no_grad():
         for region, view in regions:
             if region.name not in source.tensors:
                 draw_head(region.name, view, folder)
         regions = [each for each in regions if each[0].name in source.tensors]
         for region, view in sorted(regions, key=lambda item: reader.position(item[0])):
             reader.copy(region, view)
-    load.wait()
-    return load.read_bytes
+    wait_for_ranks(str(folder), key, wait_s)
+    return reader.read_bytes
 
 
-class SharedLoad:
-    """Load `what` on all ranks of torch.distributed, which wait for each other as long as any of them reads bytes.
+def read_counter(key: str) -> Callable[[int], None]:
+    """Return a function that counts bytes read for the heartbeat, and for the ranks that wait for the load `key`."""
+    told = -math.inf
 
-    `key`: one that no other load has used. Only operations of the store that return at once are used: its own wait
-    blocks every other thread of the process that uses the store, such as the watchdog of a process group.
-    """
-
-    def __init__(self, what: str, key: str, limit_s: float):
-        self._what, self._key, self._limit_s = what, key, limit_s
-        self._store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
-        self._told, self.read_bytes = -math.inf, 0
-
-    def count(self, size: int) -> None:
-        """Count bytes that this rank has read, for its heartbeat and for the ranks that wait."""
-        self.read_bytes += size
+    def count(size: int) -> None:
+        nonlocal told
         current_heartbeat().count_bytes(size)
-        now = time.monotonic()
-        if self._store is not None and now - self._told >= TELL_S:
-            self._told = now
-            self._store.add(f"{self._key}/reads", 1)
+        if dist.is_initialized() and time.monotonic() - told >= TELL_S:
+            told = time.monotonic()
+            dist.distributed_c10d._get_default_store().add(f"{key}/reads", 1)
 
-    def wait(self) -> None:
-        """Wait until every rank has called this; RecipeError names the late ranks if none has read for `limit_s`."""
-        if self._store is None:
-            return
-        store, ranks, key, before, pause = self._store, dist.get_world_size(), self._key, (0, 0), 0.005
-        store.set(f"{key}/rank/{dist.get_rank()}", "")
-        store.add(f"{key}/arrived", 1)
-        current_heartbeat().begin_phase(LOADED)
-        while (now := (store.add(f"{key}/arrived", 0), store.add(f"{key}/reads", 0)))[0] < ranks:
-            if now != before:
-                before, grown_at = now, time.monotonic()
-            elif time.monotonic() - grown_at > self._limit_s:
-                late = [str(rank) for rank in range(ranks) if not store.check([f"{key}/rank/{rank}"])]
-                more = f" and {len(late) - _SHOWN_RANKS} more" if len(late) > _SHOWN_RANKS else ""
-                raise RecipeError(
-                    f"{self._what}: rank {dist.get_rank()} has loaded it, and for {self._limit_s:.0f} s no other rank "
-                    f"has read a byte; {now[0]} of {ranks} ranks have loaded it, not rank "
-                    f"{', '.join(late[:_SHOWN_RANKS])}{more}; check their nodes' disks, or raise recipe.timeouts.load_s"
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, POLL_S)
-        current_heartbeat().begin_phase("")
+    return count
 
 
-def weights_difference(
-    chunks: Sequence[torch.nn.Module], others: Sequence[torch.nn.Module], with_head: bool = True
-) -> str:
-    """Return why weights of `others` cannot be copied to `chunks`, or "" if they can; `with_head`: include heads."""
-    ours, theirs = (dict(_tensor_facts(model, with_head)) for model in (chunks, others))
+def wait_for_ranks(what: str, key: str, limit_s: float) -> None:
+    """Wait until every rank of torch.distributed has called this with `key`, which no other load has used.
+
+    Raise RecipeError that names the late ranks if none has read a byte for `limit_s`. Only operations of the store that
+    return at once are used: its own wait blocks every other thread of the process that uses the store, such as the
+    watchdog of a process group.
+    """
+    if not dist.is_initialized():
+        return
+    store, before, grown_at = dist.distributed_c10d._get_default_store(), -1, 0.0
+    keys = [f"{key}/rank/{rank}" for rank in range(dist.get_world_size())]
+    store.set(keys[dist.get_rank()], "")
+    current_heartbeat().begin_phase(LOADED)
+    while not store.check(keys):
+        if (reads := store.add(f"{key}/reads", 0)) != before:
+            before, grown_at = reads, time.monotonic()
+        elif time.monotonic() - grown_at > limit_s:
+            late = [str(rank) for rank, each in enumerate(keys) if not store.check([each])]
+            raise RecipeError(
+                f"{what}: rank {dist.get_rank()} has loaded it, and for {limit_s:.0f} s none of rank {', '.join(late)} "
+                "has read a byte; check their nodes' disks, or raise recipe.timeouts.load_s"
+            )
+        time.sleep(POLL_S)
+    current_heartbeat().begin_phase("")
+
+
+def weights_difference(chunks: Sequence[torch.nn.Module], others: Sequence[torch.nn.Module]) -> str:
+    """Return why weights of `others` cannot be copied to `chunks`, or "" if they can."""
+    ours, theirs = (
+        {name: f"{tensor.dtype} {tuple(tensor.shape)}" for name, tensor in _named_tensors(model)}
+        for model in (chunks, others)
+    )
     for name in ours | theirs:
         if ours.get(name) != theirs.get(name):
             return f"{name} is {ours.get(name, 'absent')}, and {theirs.get(name, 'absent')} in the other model"
@@ -132,31 +125,24 @@ def weights_difference(
 
 
 @torch.no_grad()
-def copy_weights(chunks: Sequence[torch.nn.Module], others: Sequence[torch.nn.Module], with_head: bool = True) -> None:
+def copy_weights(chunks: Sequence[torch.nn.Module], others: Sequence[torch.nn.Module]) -> None:
     """Copy to `chunks` the weights of `others`, on any device; `weights_difference` must be empty for the two."""
-    for (_, target), (_, value) in zip(
-        _named_tensors(chunks, with_head), _named_tensors(others, with_head), strict=True
-    ):
+    for (_, target), (_, value) in zip(_named_tensors(chunks), _named_tensors(others), strict=True):
         target.copy_(value)
 
 
-def _tensor_facts(chunks: Sequence[torch.nn.Module], with_head: bool) -> Iterator[tuple[str, str]]:
-    return ((name, f"{tensor.dtype} {tuple(tensor.shape)}") for name, tensor in _named_tensors(chunks, with_head))
-
-
-def _named_tensors(chunks: Sequence[torch.nn.Module], with_head: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+def _named_tensors(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name with the chunk's number, tensor) of all that is loaded; correction biases are in fp32."""
     for number, chunk in enumerate(unwrap_chunks(chunks)):
         keep_bias_fp32(chunk)
         for name, tensor in named_weights(chunk):
-            if with_head or not name.startswith(_HEAD):
-                yield f"{number}:{name}", tensor
+            yield f"{number}:{name}", tensor
 
 
 def _regions(
-    chunks: Sequence[torch.nn.Module], inventory: Inventory, layout: ParallelLayout, line: str, head_only: bool
+    chunks: Sequence[torch.nn.Module], inventory: Inventory, layout: ParallelLayout, line: str
 ) -> list[tuple[Region, torch.Tensor]]:
-    """Return each region that `chunks` hold, with its view in the live parameter; `head_only`: of the head alone.
+    """Return each region that `chunks` hold, with its view in the live parameter.
 
     A model of fewer layers than the folder's takes the folder's first layers.
     """
@@ -168,10 +154,10 @@ def _regions(
             "recipe.num_hidden_layers"
         )
     dtype = str(next(chunks[0].parameters()).dtype).removeprefix("torch.")
-    value = any(f"{_HEAD}score" in name for chunk in chunks for name, _ in chunk.named_parameters())
+    value = any("output_layer.score" in name for chunk in chunks for name, _ in chunk.named_parameters())
     model_inventory = build_inventory(replace(inventory.model, torch_dtype=dtype, num_hidden_layers=layers), value)
-    held = train_tensors(chunks, model_inventory, layout, dist.get_rank(), library_from_chunks(chunks, line))
-    return [(each.region, each.tensor) for each in held.values() if not head_only or _HEAD in each.parameter]
+    held = train_tensors(chunks, model_inventory, layout, dist.get_rank(), train_library(line))
+    return [(each.region, each.tensor) for each in held.values()]
 
 
 def draw_head(name: str, target: torch.Tensor, folder: str | Path) -> None:

@@ -44,7 +44,7 @@ DIGEST_DIGITS = 16  # hex digits of a tensor's digest in a manifest
 FORMAT, VERSION, READABLE_VERSIONS = "verl_patches weights", 3, (2, 3)  # version 2 has additional fields
 CHECKPOINT_NAME = re.compile(r"global_step_([1-9][0-9]*)")  # the name of a checkpoint's folder
 MANIFEST, ENTRIES_FOLDER = "manifest.json", "manifest.d"
-TRACKER = "latest_checkpointed_iteration.txt"  # file of Megatron's own checkpoint (megatron.py)
+TRACKER, LAYOUT_FILE = "latest_checkpointed_iteration.txt", "layout.txt"  # of Megatron's own checkpoint (megatron.py)
 CRITIC = "critic"  # folder of the critic's part of a checkpoint, and the fact that holds the identity of its manifest
 WEIGHT_ROLE = "weight"
 RANK_PREFIX, TRAINER_PREFIX = "rank_", "trainer."  # begin the names of a rank's files and of the trainer's
@@ -142,17 +142,15 @@ class Manifest:
 class StoredPart(NamedTuple):
     """Locate a region of a tensor: `offset` is that of its first byte in `file`, and its rows follow each other.
 
-    `sha256`: first digits of that of its bytes, None where none was recorded. `header`: None, or in a zip the offset of
-    the record's header; `offset` then counts from the record's data. `column_stride`: None, or in a stack of experts,
-    whose regions are stored column by column, the number of elements from one stored column to the next; `offset` is
-    then that of the first stored column, and the region's rows begin at element `column_start` of each.
+    `sha256`: first digits of that of its bytes, None where none was recorded. `column_stride`: None, or in a stack of
+    experts, whose regions are stored column by column, the number of elements from one stored column to the next;
+    `offset` is then that of the first stored column, and the region's rows begin at element `column_start` of each.
     """
 
     file: str
     offset: int
     region: Region
     sha256: str | None = None
-    header: int | None = None
     column_stride: int | None = None
     column_start: int = 0
 
@@ -171,11 +169,6 @@ class TensorPart(NamedTuple):
     part: StoredPart
     dtype: str
     whole: tuple[int, ...]
-
-
-def model_digest(model: ModelShape) -> str:
-    """Return the hex digest of the sizes of a model."""
-    return hashlib.sha256(json.dumps(asdict(model), sort_keys=True).encode()).hexdigest()
 
 
 # ---- manifest.json
@@ -238,17 +231,14 @@ def has_manifest(folder: str | Path) -> bool:
 
 def small_files(folder: Path) -> list[Path]:
     """Return files to copy beside new weights: tokenizer, generation_config.json, the model's own Python files."""
-    made = {"config.json", INDEX, MANIFEST, TRACKER}
+    made = {"config.json", INDEX, MANIFEST, TRACKER, LAYOUT_FILE}
     files = (path for path in sorted(folder.iterdir()) if path.is_file() and path.stat().st_size < _SMALL_BYTES)
     own = (".", RANK_PREFIX, TRAINER_PREFIX)
     return [p for p in files if p.name not in made and p.suffix not in _WEIGHT_SUFFIXES and not p.name.startswith(own)]
 
 
 def read_manifest(folder: str | Path) -> Manifest:
-    """Return the manifest of a folder; raises ConfigError where it is absent, damaged, or of another format.
-
-    It is also raised where the step is not the one in the folder's name (global_step_N).
-    """
+    """Return the manifest of a folder; raises ConfigError where it is absent, damaged, or of another format."""
     path = Path(folder) / MANIFEST
     if not path.exists():
         raise ConfigError(f"{folder}: expected a training checkpoint with {MANIFEST}, found none; give a complete one")
@@ -267,18 +257,11 @@ def read_manifest(folder: str | Path) -> Manifest:
         model = ModelShape(**{f.name: found["model"]["config"][f.name] for f in fields(ModelShape)})
         files = tuple(_parse_file(file) for file in found["files"])
         plain = {name: found[name] for name in ("layout", "dtype", "identity", "facts")}
-        step = plain["facts"]["step"]
     except KeyError as error:
         raise ConfigError(
             f"{path}: expected the key {error} of a training checkpoint, found none; if the folder is a HF model, "
             f"delete {MANIFEST}, which an earlier version of this repository wrote"
         ) from error
-    named = CHECKPOINT_NAME.match(path.absolute().parent.name)
-    if named and step != int(named[1]):
-        raise ConfigError(
-            f"{path}: expected the step of the folder's name {path.absolute().parent.name}, found step {step!r}; the "
-            f"folder was renamed: rename it to global_step_{step}"
-        )
     return Manifest(**plain, model=model, files=files, file_names=tuple(file.name for file in files))
 
 
@@ -306,26 +289,18 @@ def in_data_order(tensors: Sequence[TensorEntry]) -> list[TensorEntry]:
     return sorted(tensors, key=lambda tensor: -ITEM_BYTES[tensor.dtype])
 
 
-def build_header(tensors: Sequence[TensorEntry], where: str, **metadata: str) -> bytes:
-    """Return the header of a safetensors file: length, JSON, spaces up to 8 bytes; empty without tensors.
-
-    Raises ConfigError for a tensor that is not aligned.
-    """
+def build_header(tensors: Sequence[TensorEntry], where: str) -> bytes:
+    """Return the header of a safetensors file: length, JSON, spaces up to 8 bytes; empty without tensors."""
     if not tensors:
         return b""
     found, offset = {}, 0
     for tensor in tensors:
-        if offset % ITEM_BYTES[tensor.dtype]:
-            raise ConfigError(
-                f"{where}: tensor {tensor.key!r} would begin at byte {offset}, expected a multiple of "
-                f"{ITEM_BYTES[tensor.dtype]}, the bytes of {tensor.dtype}; if you convert to FP8 (--dtype fp8 or "
-                "export --fp8), convert to bf16 instead"
-            )
+        assert offset % ITEM_BYTES[tensor.dtype] == 0, f"{where}: {tensor.key} is not aligned"
         stop = offset + tensor.size_bytes
         found[tensor.key] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, stop]}
         offset = stop
     assert len(found) == len(tensors), f"{where}: two tensors have the same key"
-    text = json.dumps({"__metadata__": {"format": "pt", **metadata}, **found}, separators=(",", ":")).encode()
+    text = json.dumps({"__metadata__": {"format": "pt"}, **found}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
 

@@ -3,12 +3,14 @@
     latest_checkpointed_iteration.txt                         the iteration's number, written last
     iter_0000001/mp_rank_TT[_PPP[_EEE]]/model_optim_rng.pt    one file for each place in Megatron's TP, PP and EP groups
     config.json, tokenizer.json, ...                          of the HF model; Megatron does not read them
+    layout.txt                                                text of `parse_layout`; of other programs' files the user
+                                                              writes it
 
 A file is torch.save's zip of {"model": {parameter: tensor}, "checkpoint_version": 3.0, "iteration": 1}, with model0,
 model1, ... of virtual stages. Names of folders follow `get_checkpoint_name` in megatron/training/checkpointing.py
 (core_r0.8.0): PPP and EEE are in a name where there is more than one. With moe_tp_extend_ep MindSpeed's EP counts
-groups of TP ranks: at TP4 EP8 a layout says ep=32, and the file TT, EEE holds chunk EEE * TP + TT of the experts. Files
-written by this repository hold two texts more, "layout" and "conversion", and torch.load(weights_only=True) reads them.
+groups of TP ranks: at TP4 EP8 a layout says ep=32, and the file TT, EEE holds chunk EEE * TP + TT of the experts.
+torch.load(weights_only=True) reads the files that this repository writes.
 
 Files written by MindSpeed-LLM's converter and by Megatron's training hold a defaultdict, arguments and generators. They
 are read without running anything that a pickle names (`Unpickler`): tensors become places in the file, which
@@ -21,21 +23,21 @@ import argparse
 import math
 import pickle
 import re
+import struct
 import zipfile
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import Inventory
 from verl_patches.layout.parallel import ParallelLayout, parse_layout
 from verl_patches.shared_files import file_fault
-from verl_patches.weights.manifest import ITEM_BYTES, TRACKER, StoredPart, TensorPart
+from verl_patches.weights.manifest import ITEM_BYTES, LAYOUT_FILE, TRACKER, StoredPart, TensorPart
 
 MODEL_FILE, ITERATION_FOLDER = "model_optim_rng.pt", "iter_0000001"
-WHOLE_EXPERTS, CUT_EXPERTS = "tp_extend_ep", "etp"  # values of recipe.train.expert_split
-_EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+_ZIP_HEADER = struct.Struct("<26xHH")  # of a record: lengths of its name and of its extra field
 _MTP_PREFIX, _MTP_NORM, _EXTRA_STATE = "mtp_layers.", "final_layernorm.weight", "_extra_state"
 
 
@@ -142,11 +144,10 @@ class Unpickler(pickle.Unpickler):
 
 
 class RankFile(NamedTuple):
-    """Hold the contents of a file: tensors of each model chunk, all other entries, and the zip's records by name."""
+    """Hold the contents of a file: tensors of each model chunk, and where records begin, by name."""
 
     chunks: list[dict[str, SavedTensor]]
-    other_entries: dict[str, Any]
-    records: dict[str, zipfile.ZipInfo]
+    records: dict[str, int]
 
 
 def read_rank_file(path: Path) -> RankFile:
@@ -159,6 +160,8 @@ def read_rank_file(path: Path) -> RankFile:
                 raise ValueError("compressed records, which torch.save does not write")
             with file.open(head) as pickled:
                 state = dict(Unpickler(pickled).load())
+        with path.open("rb", buffering=0) as file:
+            places = {name: _data_offset(file, info.header_offset) for name, info in records.items()}
     except Exception as error:  # a pickle may raise anything
         found = f"is not a complete file of torch.save ({type(error).__name__}: {error}); copy or convert it again"
         raise ConfigError(f"{path} {file_fault(path) or found}") from error
@@ -174,7 +177,14 @@ def read_rank_file(path: Path) -> RankFile:
             if not isinstance(tensor, SavedTensor):
                 raise ConfigError(f"{path}: {key}: {name!r}: expected a tensor, found {type(tensor).__name__}")
             _check_tensor(path, name, tensor, records)
-    return RankFile(chunks, state, records)
+    return RankFile(chunks, places)
+
+
+def _data_offset(file: BinaryIO, header: int) -> int:
+    """Return the offset of the data of a zip's record, by the lengths of name and extra field in its own header."""
+    file.seek(header)
+    name, more = _ZIP_HEADER.unpack(file.read(_ZIP_HEADER.size))
+    return header + _ZIP_HEADER.size + name + more
 
 
 def _check_tensor(path: Path, name: str, tensor: SavedTensor, records: Mapping[str, zipfile.ZipInfo]) -> None:
@@ -194,19 +204,17 @@ def _check_tensor(path: Path, name: str, tensor: SavedTensor, records: Mapping[s
 
 
 class Checkpoint(NamedTuple):
-    """Hold the contents of a Megatron folder: `parts`, zip records with CRCs (`identity`), MTP's names (`left_out`)."""
+    """Hold the contents of a Megatron folder; `left_out`: names of MTP's parameters."""
 
     layout: ParallelLayout
     parts: list[TensorPart]
-    identity: list[Any]
     left_out: tuple[str, ...]
 
 
-def read_folder(folder: Path, inventory: Inventory, expert_split: str | None) -> Checkpoint:
+def read_folder(folder: Path, inventory: Inventory) -> Checkpoint:
     """Return which file of a folder holds which part of which HF tensor, by reading the heads of all its files.
 
-    `expert_split`: how experts were split, for a folder that does not record it (`_infer_layout`). Raises ConfigError
-    as open_source does.
+    Raises ConfigError as open_source does.
     """
     from verl_patches.reshard.train_tensors import train_tensors_from_native  # imports torch
 
@@ -216,11 +224,14 @@ def read_folder(folder: Path, inventory: Inventory, expert_split: str | None) ->
     }
     if not files:
         raise ConfigError(f"{place}: expected mp_rank_TT.../{MODEL_FILE}, found none; copy or convert the folder again")
-    first = next(iter(files.values()))
     names = [name for file in files.values() for chunk in file.chunks for name in chunk]
     library = "mindspeed" if any("linear_qkv" in name for name in names) else "megatron-local"
-    stated = first.other_entries.get("layout")
-    layout = parse_layout(stated) if isinstance(stated, str) else _infer_layout(folder, files, library, expert_split)
+    if not (folder / LAYOUT_FILE).is_file():
+        raise ConfigError(
+            f"{folder / LAYOUT_FILE}: expected the layout of the folder's files, found no file; write it, such as "
+            '"tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7" (etp1: whole experts, as with --moe-tp-extend-ep)'
+        )
+    layout = parse_layout((folder / LAYOUT_FILE).read_text())
     expected = ranks_by_file(layout, library)
     for what, unlike in (("missing", expected.keys() - files), (f"not of layout {layout}", files.keys() - expected)):
         if unlike:
@@ -233,10 +244,9 @@ def read_folder(folder: Path, inventory: Inventory, expert_split: str | None) ->
         for held in train_tensors_from_native(shaped, inventory, layout, rank, library).values():
             if held.region not in found:
                 saved = chunks[held.chunk][held.parameter]
-                where = f"{place.name}/{name}", files[name].records[saved.record].header_offset
+                where = f"{place.name}/{name}", files[name].records[saved.record]
                 found[held.region] = TensorPart(_stored_part(*where, saved, held), saved.dtype, held.shape)
-    identity = [(name, [(r, i.file_size, i.CRC) for r, i in file.records.items()]) for name, file in files.items()]
-    return Checkpoint(layout, list(found.values()), identity, tuple(sorted(left_out)))
+    return Checkpoint(layout, list(found.values()), tuple(sorted(left_out)))
 
 
 def _iteration_folder(folder: Path) -> Path:
@@ -272,73 +282,23 @@ def _meta_tensor(name: str, saved: SavedTensor, inventory: Inventory, library: s
     """Return a meta tensor of the saved shape, in the dtype that the model has for it."""
     import torch
 
-    from verl_patches.reshard.train_tensors import parameter_contents
+    from verl_patches.reshard.parameters import parse_name
 
-    bias = "router_bias" in parameter_contents(name, library).kinds
+    bias = "router_bias" in parse_name(name, library).kinds
     dtype = torch.float32 if bias else getattr(torch, inventory.model.torch_dtype)
     return torch.empty(saved.shape, dtype=dtype, device="meta")
 
 
-def _stored_part(file: str, header: int, saved: SavedTensor, held: Any) -> StoredPart:
+def _stored_part(file: str, start: int, saved: SavedTensor, held: Any) -> StoredPart:
     """Return where the bytes of `held` are: row after row, or column after column of a stack of experts."""
     view, item = held.tensor, ITEM_BYTES[saved.dtype]
     place = saved.offset + view.storage_offset()
     if view.dim() == 1 or view.stride(1) == 1 or view.shape[1] == 1:
-        return StoredPart(file, place * item, held.region, header=header)
+        return StoredPart(file, start + place * item, held.region)
     stride = view.stride(1)
-    start = view.storage_offset() % stride
-    return StoredPart(
-        file, (place - start) * item, held.region, header=header, column_stride=stride, column_start=start
-    )
-
-
-def _infer_layout(folder: Path, files: Mapping[str, RankFile], library: str, split: str | None) -> ParallelLayout:
-    """Return the layout of a folder that does not record it, as MindSpeed-LLM writes it.
-
-    A name with two numbers does not tell what the second one is: an expert group if every file has the embedding and
-    the head, otherwise a stage. Whole experts and cut ones have equal shapes: `split`, or the arguments of the training
-    that wrote the folder, tell them apart.
-    """
-    if library != "mindspeed":
-        raise ConfigError(
-            f"{folder}: expected MindSpeed-LLM's parameters (linear_qkv), or a layout recorded by `weights convert`, "
-            "found neither; convert the HF model again"
-        )
-    numbers = {name: [int(n) for n in re.findall(r"_(\d+)", name.partition("/")[0])] for name in files}
-    both = all({_EMBEDDING, _HEAD} <= {n for chunk in file.chunks for n in chunk} for file in files.values())
-    places: dict[tuple[int, ...], RankFile] = {}
-    for name, place in numbers.items():
-        if len(place) < 3:
-            other = place[1] if len(place) == 2 else 0
-            place = [place[0], 0, other] if both else [place[0], other, 0]
-        places[tuple(place)] = files[name]
-    tp, pp, ep = (1 + max(place[axis] for place in places) for axis in range(3))
-    if len(places) != tp * pp * ep:
-        raise ConfigError(
-            f"{folder}: expected {tp * pp * ep} files of TP{tp} PP{pp} EP{ep}, found {len(places)}; copy the rest"
-        )
-    trained = getattr(next(iter(files.values())).other_entries.get("args"), "moe_tp_extend_ep", None)
-    if tp == 1 or trained is False:
-        split = CUT_EXPERTS
-    elif trained:
-        split = WHOLE_EXPERTS
-    if split not in (WHOLE_EXPERTS, CUT_EXPERTS):
-        raise ConfigError(
-            f"{folder}: its files do not record how TP{tp} ranks hold experts; expected --expert-split {WHOLE_EXPERTS} "
-            f"(whole experts, MindSpeed's --moe-tp-extend-ep) or {CUT_EXPERTS} (each cut over TP), found {split}"
-        )
-    stages = [
-        [len(_layer_numbers(_model_tensors(chunk, set()))) for chunk in places[0, n, 0].chunks] for n in range(pp)
-    ]
-    return ParallelLayout(
-        tp * pp * ep,
-        tp=tp,
-        pp=pp,
-        vpp=len(stages[0]),
-        ep=ep * tp if split == WHOLE_EXPERTS else ep,
-        etp=1 if split == WHOLE_EXPERTS else tp,
-        layers_per_stage=tuple(stage[chunk] for chunk in range(len(stages[0])) for stage in stages),
-    )
+    column_start = view.storage_offset() % stride
+    at = start + (place - column_start) * item
+    return StoredPart(file, at, held.region, column_stride=stride, column_start=column_start)
 
 
 def crc_problems(folder: Path) -> Iterator[str]:

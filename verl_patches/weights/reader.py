@@ -14,7 +14,6 @@ import functools
 import hashlib
 import math
 import os
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -31,7 +30,6 @@ BAND_BYTES = 4 << 20  # bytes of stored values that are read at once
 _LEAST_ROW_BYTES = 1024  # where the wanted columns have fewer bytes in each row, whole rows are read
 _READ_BYTES = 64 << 20  # most bytes of one read, after which `progress` is called
 _CACHED_REGIONS = 4  # number of regions of states that are cached for the next reads
-_ZIP_HEADER = struct.Struct("<4s22xHH")  # of a zip's record: signature, lengths of name and extra field
 COPY_ADVICE = (
     "the file is damaged: copy it again, or take an older checkpoint; `weights verify FOLDER` lists every fault"
 )
@@ -80,27 +78,24 @@ class _Window(NamedTuple):
 class WeightReader:
     """Read weights of `source`, and optimizer states of a checkpoint; a context manager inside which files stay open.
 
-    `progress` gets the bytes of each read. `sequential`: files are read from start to end. `verify`: stored tensors
-    that are read whole are compared with the digests of a manifest; `read_whole`: all are read whole for that. Raises
-    RecipeError for bytes of another digest, where a file has become shorter since `source` was opened, for NaN in FP8,
-    and for scales that finite values cannot have.
+    `progress` gets the bytes of each read. `verify`: stored tensors that are read whole are compared with the digests
+    of a manifest; `read_whole`: all are read whole for that. Raises RecipeError for bytes of another digest, where a
+    file has become shorter since `source` was opened, for NaN in FP8, and for scales that finite values cannot have.
     """
 
     def __init__(
         self,
         source: Source,
         progress: Callable[[int], None] = lambda _: None,
-        sequential: bool = False,
         verify: bool = False,
         read_whole: bool = False,
     ):
-        self.source, self.progress, self.sequential = source, progress, sequential
-        self.verify, self.read_whole = verify, read_whole
+        self.source, self.progress, self.verify, self.read_whole = source, progress, verify, read_whole
+        self.read_bytes = 0
         self._block = source.block or (1, 1)  # not used without FP8
         self._open_files = ExitStack()
         self._handles: dict[str, int] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._data_offset = functools.lru_cache(maxsize=None)(self._record_data_offset)
         self._stacks: dict[tuple[str, int], tuple[range, torch.Tensor]] = {}  # `_lines` of the last tensor
         self._state_region = functools.lru_cache(maxsize=_CACHED_REGIONS)(self._read_state_region)
 
@@ -120,7 +115,7 @@ class WeightReader:
         tensor = self.source.tensors[region.name]
         window = next(self._windows(tensor, region))
         start = window.part.offset + window.rows.start * window.width * ITEM_BYTES[tensor.dtype]
-        return window.part.file, start + (window.part.header or 0)
+        return window.part.file, start
 
     def copy(self, region: Region, target: torch.Tensor) -> None:
         """Fill `target`, of the region's shape and any dtype and device, with the region; `target` may be strided.
@@ -129,7 +124,7 @@ class WeightReader:
         """
         tensor = self.source.tensors[region.name]
         scales = self._scales(tensor)
-        places = {(part.file, part.offset + (part.header or 0)) for part in tensor.parts if part.column_stride}
+        places = {(part.file, part.offset) for part in tensor.parts if part.column_stride}
         self._stacks = {place: stack for place, stack in self._stacks.items() if place in places}
         target = target.unsqueeze(1) if target.dim() == 1 else target
         for window in self._windows(tensor, region):
@@ -225,22 +220,21 @@ class WeightReader:
         item = length // len(columns)
         row, at = window.width * item, part.offset + rows.start * window.width * item + columns.start * item
         if length == row:
-            self._read_into(view, part.file, at, part.header)
+            self._read_into(view, part.file, at)
         else:
             for number in range(len(rows)):
-                row_view = view[number * length : (number + 1) * length]
-                self._read_into(row_view, part.file, at + number * row, part.header)
+                self._read_into(view[number * length : (number + 1) * length], part.file, at + number * row)
         if window.digest is not None:
             window.digest.update(view)
 
     def _lines(self, part: StoredPart, wanted: range, dtype: str) -> torch.Tensor:
         """Return stored columns `wanted` of a stack of experts, each as a row; gate and up share one read."""
-        place = part.file, part.offset + (part.header or 0)
+        place = part.file, part.offset
         read, lines = self._stacks.get(place, (None, torch.empty(0)))
         if read != wanted:
             lines = torch.empty(len(wanted), part.column_stride, dtype=TORCH_DTYPES[dtype])
             at = part.offset + wanted.start * lines.stride(0) * lines.itemsize
-            self._read_into(tensor_bytes(lines), part.file, at, part.header)
+            self._read_into(tensor_bytes(lines), part.file, at)
             self._stacks[place] = wanted, lines
         return lines
 
@@ -338,11 +332,9 @@ class WeightReader:
 
     # ---- bytes
 
-    def _read_into(self, view: memoryview, file: str, offset: int, header: int | None = None) -> None:
-        """Fill `view` with the bytes of `file` from `offset` on; with `header` it counts in that zip record."""
+    def _read_into(self, view: memoryview, file: str, offset: int) -> None:
+        """Fill `view` with the bytes of `file` from `offset` on."""
         done = 0
-        if header is not None:
-            offset += self._data_offset(file, header)
         while done < len(view):
             count = os.preadv(self._handle(file), [view[done : done + _READ_BYTES]], offset + done)
             if not count:
@@ -351,24 +343,13 @@ class WeightReader:
                     "became shorter after it was opened; check it and run the command again"
                 )
             done += count
+            self.read_bytes += count
             self.progress(count)
-
-    def _record_data_offset(self, file: str, header: int) -> int:
-        """Return the offset of the data of a zip's record, by the length of its own header."""
-        mark, name, more = _ZIP_HEADER.unpack(os.pread(self._handle(file), _ZIP_HEADER.size, header))
-        if mark != b"PK\3\4":
-            raise RecipeError(
-                f"{self.source.folder / file}: expected a zip record at byte {header}, found {mark!r}: the file "
-                "changed after it was opened; check it and run the command again"
-            )
-        return header + _ZIP_HEADER.size + name + more
 
     def _handle(self, file: str) -> int:
         if file not in self._handles:
             handle = self._handles[file] = os.open(self.source.folder / file, os.O_RDONLY)
             self._open_files.callback(os.close, handle)
-            if self.sequential:
-                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         return self._handles[file]
 
 

@@ -285,16 +285,6 @@ class CheckpointChain:
             if found[step] != written and (found[step].parents[1], step) not in began:
                 remove_checkpoint(found[step])
 
-    def other_start_bytes(self) -> dict[str, int]:
-        """Return {start: bytes of its checkpoints outside of the chain}, for starts that have any."""
-        own, sizes = set(self.checkpoints().values()), {}
-        folders = [*(link.folder for link in self.links), *(start.folder / CHECKPOINTS for start in self.other_starts)]
-        for folder in folders:
-            size = sum(folder_bytes(path) for _, path in complete_checkpoints(folder) if path not in own)
-            if size:
-                sizes[folder.parent.name] = size
-        return dict(sorted(sizes.items()))
-
 
 def checkpoint_chain(start: Start) -> CheckpointChain:
     """Return the checkpoints of the chain that ends with `start`, also if they lie in another folder."""
@@ -396,15 +386,10 @@ def data_facts(train_files: str | Sequence[str] | None) -> dict[str, Any]:
 def require_same_data(folder: Path, manifest: Manifest, now: Mapping[str, Any], allowed: bool) -> None:
     """Raise ConfigError if the run's data (`data_facts`) differ from the checkpoint's, unless that is `allowed`."""
     before = manifest.facts.get("data") or {}
-    unknown = not before or before["sha256"] is None or now["sha256"] is None
-    if allowed or unknown or all(before[key] == now[key] for key in ("rows", "sha256")):
+    if allowed or None in (before.get("sha256"), now["sha256"]) or before["sha256"] == now["sha256"]:
         return
+    saved, own = (f"{each['rows']} rows in {', '.join(each['files'])}" for each in (before, now))
     raise ConfigError(
-        f"{folder}: was saved with {_data_text(before)}; this run has {_data_text(now)} (data.train_files), so the "
-        f"saved position in the data does not fit. Give the same files, or {OTHER_DATA_KEY}=true to continue anyway"
+        f"{folder}: was saved with {saved}; this run has {own} (data.train_files) with another sha256, so the saved "
+        f"position in the data does not fit. Give the same files, or {OTHER_DATA_KEY}=true to continue anyway"
     )
-
-
-def _data_text(facts: Mapping[str, Any]) -> str:
-    rows = "an unknown number of" if facts["rows"] is None else facts["rows"]
-    return f"{rows} rows with sha256 {str(facts['sha256'])[:12]} in {', '.join(facts['files']) or 'no file'}"

@@ -9,12 +9,10 @@ a value model, which has it in place of lm_head.weight. torch is imported for Me
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,7 +41,6 @@ from verl_patches.reshard.region import Region, cover
 from verl_patches.weights.manifest import (
     CRITIC,
     ENTRIES_FOLDER,
-    ITEM_BYTES,
     MANIFEST,
     RANK_PREFIX,
     TRACKER,
@@ -71,14 +68,6 @@ FP8_KINDS = frozenset(  # stored in FP8 by DeepSeek: linear layers except the ro
         for piece in ("gate", "up", "down")
     }
 )
-BLOCK = (128, 128)
-QUANTIZATION_CONFIG = {
-    "activation_scheme": "dynamic",
-    "fmt": "e4m3",
-    "quant_method": "fp8",
-    "weight_block_size": [*BLOCK],
-}
-_SAMPLE_BYTES = 4096  # read at the start and the end of each file's tensors, for its identity
 SAFETENSORS_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _SHOWN_NAMES = 3
 
@@ -92,21 +81,14 @@ class SourceTensor(NamedTuple):
     parts: tuple[StoredPart, ...]
     scale: StoredPart | None = None
 
-    @property
-    def size_bytes(self) -> int:
-        """Return the bytes of the values, without scales."""
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
-
 
 @dataclass(frozen=True, eq=False)
 class Source:
     """Hold all tensors of a folder, by HF name, in the inventory's order.
 
     `kind`: "hf", "megatron" or "checkpoint". `config`: read_stored_config's. `block`: the FP8 block, None without FP8.
-    `left_out`: names of tensors beyond the counted layers, and of rotary frequencies. `identity`: digest that tells
-    folders apart, from the files' sizes, headers and a sample of their bytes, from CRCs of zips, or from the identity
-    of a manifest. `files`: the manifest's. `layout`: text of the layout of a Megatron folder. `states`: those of the
-    optimizer, by role and HF name.
+    `left_out`: names of tensors beyond the counted layers, and of rotary frequencies. `files`: the manifest's.
+    `layout`: text of the layout of a Megatron folder. `states`: those of the optimizer, by role and HF name.
     """
 
     folder: Path
@@ -116,10 +98,15 @@ class Source:
     tensors: dict[str, SourceTensor]
     block: tuple[int, int] | None
     left_out: tuple[str, ...]
-    identity: str
     files: tuple[FileEntry, ...] = ()
     layout: str | None = None
     states: dict[tuple[str, str], list[StoredState]] = field(default_factory=dict)
+
+    def identity(self) -> list[Any]:
+        """Return what tells this folder from another and from its former content: its files' sizes and times."""
+        names = sorted({part.file for tensor in self.tensors.values() for part in tensor.parts})
+        found = [(self.folder / name).stat() for name in names]
+        return [str(self.folder.resolve()), [(each.st_size, each.st_mtime_ns) for each in found]]
 
 
 def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, int]:
@@ -132,14 +119,12 @@ def scale_name(name: str) -> str:
     return name.removesuffix("weight") + SCALE_SUFFIX
 
 
-def open_source(folder: str | Path, only_plan: bool = False, expert_split: str | None = None) -> Source:
-    """Return the checked tensors of `folder`; with `only_plan` a HF folder may be config.json and the index alone.
+def open_source(folder: str | Path) -> Source:
+    """Return the checked tensors of `folder`.
 
-    `expert_split`: recipe.train.expert_split, for a Megatron folder that does not record how it splits experts.
-
-    Raises ConfigError that names the file or tensor: a missing or unknown tensor, one in two files, an index that does
-    not match the files, a file that is cut off, another shape or dtype, a missing scale, an unsupported config, a
-    checkpoint whose weights are all in its critic/.
+    Raises ConfigError that names the file or tensor: a missing or unknown tensor, one in two files, a file that is cut
+    off, another shape or dtype, a missing scale, an unsupported config, a checkpoint whose weights are all in its
+    critic/.
     """
     folder = Path(folder)
     manifest = read_manifest(folder) if has_manifest(folder) else None
@@ -158,26 +143,18 @@ def open_source(folder: str | Path, only_plan: bool = False, expert_split: str |
         require_whole_folder(folder)
     model = read_model_shape(read_config(folder))
     config, inventory = read_stored_config(folder), build_inventory(model)
-    block = _fp8_block(folder, config)
-    index = None if manifest or is_megatron else _read_index(folder)
-    layout: str | None = None
+    kind, layout = "hf", None
     left_out: tuple[str, ...] = ()
     states: dict[tuple[str, str], list[StoredState]] = {}
-    stored: Iterable[TensorPart]
     if is_megatron:
-        found = read_folder(folder, inventory, expert_split)
-        stored, identity, layout, left_out = found.parts, found.identity, str(found.layout), found.left_out
+        found = read_folder(folder, inventory)
+        kind, stored, layout, left_out = "megatron", found.parts, str(found.layout), found.left_out
     elif manifest:
         if unlike := size_differences(model, manifest.model):
             raise ConfigError(f"{folder}: config.json and {MANIFEST} differ: {unlike}; copy both again")
-        stored, states = _manifest_parts(folder, manifest)
-        identity = [manifest.identity]
-    elif only_plan and index and not weight_files(folder):
-        stored, identity = _index_parts(index, inventory, block), [repr(asdict(model))]
+        kind, (stored, states) = "checkpoint", _manifest_parts(folder, manifest)
     else:
-        headers = [_Header(folder / name) for name in _source_files(folder, index)]
-        _check_index(folder, index, headers)
-        stored, identity = _header_parts(headers), [header.identity() for header in headers]
+        stored = [part for name in _source_files(folder) for part in _header_parts(folder / name)]
     by_name: dict[str, list[TensorPart]] = {}
     for each in stored:
         by_name.setdefault(each.part.region.name, []).append(each)
@@ -188,14 +165,12 @@ def open_source(folder: str | Path, only_plan: bool = False, expert_split: str |
         inventory = build_inventory(model, value=True)
         if SCORE_BIAS not in by_name:  # HF's ...ForSequenceClassification has no bias
             inventory = replace(inventory, outer=tuple(each for each in inventory.outer if each.name != SCORE_BIAS))
+    block = _fp8_block(folder, config)
     tensors = _source_tensors(folder, inventory, block, by_name)
     if not any(tensor.dtype == FP8 for tensor in tensors.values()):
         block = None
-    kind = "megatron" if is_megatron else "hf"
-    if manifest:
-        kind = "checkpoint"
     files, left_out = manifest.files if manifest else (), (*left_out, *beyond)
-    return Source(folder, kind, config, inventory, tensors, block, left_out, _digest(identity), files, layout, states)
+    return Source(folder, kind, config, inventory, tensors, block, left_out, files, layout, states)
 
 
 def _source_tensors(
@@ -210,8 +185,12 @@ def _source_tensors(
         tensor = _source_tensor(folder, parameter.name, parameter.shape, dtypes, stored[parameter.name])
         if tensor.dtype == FP8:
             name = scale_name(parameter.name)
-            _check_scale(folder, parameter.name, block, name in scales)
-            assert block is not None  # _check_scale refuses None
+            if block is None or name not in scales:
+                found = "no scales" if block else "no such key"
+                raise ConfigError(
+                    f"{folder}: {parameter.name} is stored in FP8; expected {name}, its scales, and {QUANTIZATION} in "
+                    f"config.json, found {found}; download the folder again"
+                )
             scale = _source_tensor(folder, name, scale_shape(parameter.shape, block), ("F32",), stored[name])
             tensor = tensor._replace(scale=scale.parts[0])
             scales.discard(name)
@@ -265,44 +244,14 @@ def _manifest_parts(
     return weights, states
 
 
-def _header_parts(headers: Iterable[_Header]) -> Iterator[TensorPart]:
-    for header in headers:
-        for name, tensor in header.tensors.items():
-            shape = tuple(tensor["shape"])
-            region = Region(name, 0, 0, math.prod(shape[:1]))
-            yield TensorPart(StoredPart(header.path.name, header.offset(name), region), tensor["dtype"], shape)
-
-
-def _index_parts(index: Mapping[str, str], inventory: Inventory, block: tuple[int, int] | None) -> Iterator[TensorPart]:
-    """Yield parts to plan with before the files are there: dtypes and shapes by config.json, offsets unknown."""
-    for name, file in index.items():
-        parameter = inventory.by_name.get(name.replace(SCALE_SUFFIX, "weight"))
-        dtype, shape = ("F32", (1,)) if parameter is None else (SAFETENSORS_NAMES[parameter.dtype], parameter.shape)
-        if block and parameter is not None and scale_name(parameter.name) in index and parameter.kind in FP8_KINDS:
-            is_scale = name.endswith(SCALE_SUFFIX)
-            dtype, shape = ("F32", scale_shape(shape, block)) if is_scale else (FP8, shape)
-        yield TensorPart(StoredPart(file, 0, Region(name, 0, 0, shape[0])), dtype, shape)
-
-
-class _Header:
-    """Hold the header of one safetensors file."""
-
-    def __init__(self, path: Path):
-        self.path, self.tensors = path, safetensors_header(path)
-        self.data_bytes = max((tensor["data_offsets"][1] for tensor in self.tensors.values()), default=0)
-        self.start = path.stat().st_size - self.data_bytes
-
-    def offset(self, name: str) -> int:
-        """Return the offset of the tensor's first byte in the file."""
-        return self.start + self.tensors[name]["data_offsets"][0]
-
-    def identity(self) -> Any:
-        """Return header and first and last bytes of the tensors, which differ for other weights of the same model."""
-        with self.path.open("rb") as file:
-            file.seek(self.start)
-            first = file.read(_SAMPLE_BYTES)
-            file.seek(max(self.start, self.start + self.data_bytes - _SAMPLE_BYTES))
-            return self.path.name, self.data_bytes, repr(self.tensors), first + file.read(_SAMPLE_BYTES)
+def _header_parts(path: Path) -> Iterator[TensorPart]:
+    """Yield the tensors of a safetensors file."""
+    tensors = safetensors_header(path)
+    start = path.stat().st_size - max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
+    for name, tensor in tensors.items():
+        shape = tuple(tensor["shape"])
+        part = StoredPart(path.name, start + tensor["data_offsets"][0], Region(name, 0, 0, math.prod(shape[:1])))
+        yield TensorPart(part, tensor["dtype"], shape)
 
 
 def _fp8_block(folder: Path, config: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -313,66 +262,28 @@ def _fp8_block(folder: Path, config: Mapping[str, Any]) -> tuple[int, int] | Non
     found = config.get(QUANTIZATION)
     if found is None:
         return None
-    sizes: Any = found.get("weight_block_size") if isinstance(found, Mapping) else None
-    is_pair = isinstance(sizes, list) and len(sizes) == 2 and all(type(n) is int and n > 0 for n in sizes)
-    if not is_pair or found.get("fmt", "e4m3") != "e4m3":
+    sizes = found.get("weight_block_size") or []
+    if len(sizes) != 2 or found.get("fmt", "e4m3") != "e4m3":
         raise ConfigError(
             f"{folder / 'config.json'}: {QUANTIZATION}: expected fmt e4m3 and weight_block_size of two numbers, "
-            f"as {json.dumps(QUANTIZATION_CONFIG)}, found {found!r}; only DeepSeek's FP8 is supported"
+            f"found {found!r}; only DeepSeek's FP8 is supported"
         )
-    return tuple(sizes)
+    return sizes[0], sizes[1]
 
 
-def _read_index(folder: Path) -> dict[str, str] | None:
-    path = folder / INDEX
-    if not path.exists():
-        return None
-    found = read_json_object(path).get("weight_map")
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path}: expected key weight_map, {{tensor: file}}, found none; copy the file again")
-    return {tensor: str(file) for tensor, file in found.items()}
-
-
-def _source_files(folder: Path, index: dict[str, str] | None) -> list[str]:
-    found = weight_files(folder)
-    if index is None:
-        if found != {SINGLE_FILE}:
-            what = ", ".join(sorted(found)[:_SHOWN_NAMES]) or "no safetensors files"
-            raise ConfigError(
-                f"{folder}: expected {INDEX}, or {SINGLE_FILE} alone, found {what}; download the folder again"
-            )
-        return [SINGLE_FILE]
-    named = set(index.values())
-    if missing := sorted(named - found):
+def _source_files(folder: Path) -> list[str]:
+    """Return the names of the safetensors files, which are those of the index, or SINGLE_FILE alone."""
+    found, named = weight_files(folder), {SINGLE_FILE}
+    if (folder / INDEX).exists():
+        named = {str(file) for file in (read_json_object(folder / INDEX).get("weight_map") or {}).values()}
+    if found != named:
+        file = min(found ^ named)
+        what = "is missing" if file in named else "is not one of them: delete it if it is left over"
         raise ConfigError(
-            f"{folder}: {len(missing)} of {len(named)} files named in {INDEX} are missing, such as {missing[0]}; "
-            "download them"
-        )
-    if unknown := sorted(found - named):
-        raise ConfigError(
-            f"{folder}: {unknown[0]} is not named in {INDEX}; delete the file if it is left over, or download the index"
+            f"{folder}: expected the files of {INDEX}, or without it {SINGLE_FILE} alone; {file} {what}, or download "
+            "the folder again"
         )
     return sorted(named)
-
-
-def _check_index(folder: Path, index: Mapping[str, str] | None, headers: Iterable[_Header]) -> None:
-    """Raise ConfigError for a tensor that is in two files, or in a file that the index does not give."""
-    where: dict[str, str] = {}
-    for header in headers:
-        for name in header.tensors:
-            if name in where:
-                raise ConfigError(
-                    f"{folder}: {name} is in {where[name]} and in {header.path.name}; delete the wrong one"
-                )
-            where[name] = header.path.name
-    if index is None:
-        return
-    for name in sorted(index.keys() | where.keys()):
-        if index.get(name) != where.get(name):
-            raise ConfigError(
-                f"{folder}: {name}: expected in {index.get(name, 'no file')} ({INDEX}), found in "
-                f"{where.get(name, 'no file')}; the index belongs to other files: download it again"
-            )
 
 
 def _is_left_out(name: str, num_layers: int) -> bool:
@@ -395,24 +306,3 @@ def _check_names(folder: Path, inventory: Inventory, found: Iterable[str]) -> No
                 f"{folder}: {len(names)} tensors are {what}, such as {shown}; expected the {len(expected)} that "
                 "config.json describes: config.json is of another model, or a download is incomplete"
             )
-
-
-def _check_scale(folder: Path, name: str, block: tuple[int, int] | None, is_there: bool) -> None:
-    """Raise ConfigError unless the block of the FP8 weight `name` is known, and its scales are there."""
-    if block is None:
-        raise ConfigError(
-            f"{folder / 'config.json'}: no {QUANTIZATION}, but {name} is stored in FP8; expected "
-            f"{json.dumps(QUANTIZATION_CONFIG)}: copy the config.json of these weights"
-        )
-    if not is_there:
-        raise ConfigError(
-            f"{folder}: expected {scale_name(name)}, the scales of {name}, which is stored in FP8, found none; "
-            "download the folder again"
-        )
-
-
-def _digest(items: Iterable[Any]) -> str:
-    digest = hashlib.sha256()
-    for item in items:
-        digest.update(repr(item).encode())
-    return digest.hexdigest()

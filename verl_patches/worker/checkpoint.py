@@ -5,8 +5,8 @@
     load    reads weights, states, counts and generators, and compares them with the digests of the manifest
 
 A memory group that the memory schedule has on the host needs no copy (memory/host_backed.py); weights on the device
-are copied once, for the save and for their next offload. The next call of any of these methods, and the step's report,
-raise errors of the thread.
+are copied once, for the save and for their next offload. The next call of any of these methods raises errors of the
+thread.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from verl_patches.memory.schedule import CRITIC
 from verl_patches.patching.engine import is_on
 from verl_patches.platform import NO_DEVICE
 from verl_patches.reshard.rank_errors import catch_errors, raise_on_any_rank
-from verl_patches.reshard.train_tensors import inventory_and_library, native_tensors
+from verl_patches.reshard.train_tensors import native_tensors, trained_inventory
 from verl_patches.weights import checkpoint_files
 from verl_patches.weights.checkpoint_files import CheckpointError, StoredTensor, TrainState
-from verl_patches.weights.load import SharedLoad
+from verl_patches.weights.load import read_counter, wait_for_ranks
 from verl_patches.weights.manifest import read_manifest
 from verl_patches.weights.reader import WeightReader
 from verl_patches.weights.source import open_source
@@ -71,17 +71,16 @@ class TrainingWorker(Upstream):
         """Write this rank's part in a thread (worker/checkpoint.py); use verl's own with row checkpoint.parts off."""
         if self.checkpoint is not None:
             return self.checkpoint.save(checkpoint_path)
-        with self.memory.all_on_device(self.trained, writes=False):
-            return super().save_checkpoint(checkpoint_path, *args, **kwargs)
+        return super().save_checkpoint(checkpoint_path, *args, **kwargs)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, checkpoint_path: str, *args: Any, **kwargs: Any) -> None:
         """Load weights and optimizer states saved with any layout; use verl's own with row checkpoint.parts off."""
-        with self.memory.all_on_device(self.trained, writes=True):
-            if self.checkpoint is not None:
-                self.checkpoint.load(checkpoint_path)
-            else:
-                super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        if self.checkpoint is None:
+            super().load_checkpoint(checkpoint_path, *args, **kwargs)
+            return
+        with self.memory.all_on_device(self.trained):
+            self.checkpoint.load(checkpoint_path)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def finish_checkpoint(self) -> None:
@@ -103,12 +102,10 @@ class WorkerCheckpoint:
     def train_state(self) -> TrainState:
         """Return the train state of this rank, made once."""
         if self._state is None:
-            trained, recipe, rank = self.worker.trained, self.recipe, dist.get_rank()
-            value = trained.groups == CRITIC
-            inventory, library = inventory_and_library(trained.chunks, trained.hf_config, recipe.line, value)
-            layout = self.worker.run.train
-            native = native_tensors(trained.chunks)
-            self._state = TrainState(native, trained.optimizer, inventory, layout, rank, library)
+            trained, run = self.worker.trained, self.worker.run
+            inventory = trained_inventory(trained.chunks, trained.hf_config, trained.groups == CRITIC)
+            native, of_rank = native_tensors(trained.chunks), (run.train, dist.get_rank(), run.train_library)
+            self._state = TrainState(native, trained.optimizer, inventory, *of_rank)
         return self._state
 
     # ---- save
@@ -135,11 +132,6 @@ class WorkerCheckpoint:
         if self._write_future is not None:
             writing, self._write_future = self._write_future, None
             writing.result()
-
-    def raise_write_error(self) -> None:
-        """Raise the error of the writing thread, if it has ended."""
-        if self._write_future is not None and self._write_future.done():
-            self.wait()
 
     def _copy_to_host(self) -> tuple[dict[int, HostBackedStorage], int]:
         """Return ({storage identity: its current host copy}, bytes copied) of all that the memory schedule can move."""
@@ -225,16 +217,16 @@ class WorkerCheckpoint:
             written = saved["layout"] = read_manifest(folder).layout
             saved["rest"] = checkpoint_files.read_rank_state(folder, rank if written == str(state.layout) else 0)
             source = open_source(folder)
-            with self._on_device(), WeightReader(source, load.count, verify=True, read_whole=True) as reader:
+            with self._on_device(), WeightReader(source, read_counter(key), verify=True, read_whole=True) as reader:
                 checkpoint_files.load_state(state, reader)
             return []
 
         device, todo = device_type(self.recipe.platform), f"{folder} cannot be resumed from; choose another checkpoint"
         self._loads += 1
+        key = f"verl_patches/{folder}/{self._loads}"
         # ranks' disks differ in speed: wait on the store, not in a collective that would time out
-        load = SharedLoad(folder, f"verl_patches/{folder}/{self._loads}", self.recipe.timeouts.load_s)
         problems = catch_errors(read)
-        load.wait()
+        wait_for_ranks(folder, key, self.recipe.timeouts.load_s)
         raise_on_any_rank(problems, None, device, todo, CheckpointError)
         rest, same_layout = saved["rest"], saved["layout"] == str(state.layout)
         checkpoint_files.set_step_counts(self.worker.trained.optimizer, rest["step_counts"])

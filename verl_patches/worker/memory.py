@@ -14,9 +14,9 @@ import wrapt
 
 from verl_patches.current import Current
 from verl_patches.memory import measure, sleep_mode
-from verl_patches.memory.host_backed import model_offload_state, optimizer_offload_state, single_optimizers
+from verl_patches.memory.host_backed import model_offload_state
 from verl_patches.memory.ledger import Ledger, process_memory_meter
-from verl_patches.memory.offload import Optimizer, Params, training_handlers
+from verl_patches.memory.offload import Params, training_handlers
 from verl_patches.memory.schedule import ACTOR, CRITIC, TrainedGroups, groups_without_offload, schedule_for_run
 from verl_patches.memory.scheduler import Scheduler
 from verl_patches.patching import engine
@@ -111,14 +111,10 @@ class WorkerMemory:
             ledger.register("reward_params", self._byte_counter(lambda: [list(m.parameters()) for m in chunks]))
 
     def _register_training(self, trained: TrainedModel, ledger: Ledger) -> None:
-        buffers, optimizer, groups = measure.ddp_buffers(trained.chunks), trained.optimizer, trained.groups
-        for group, name in ((groups.params, "param_data"), (groups.grads, "grad_data")):
-            full = sum(buffer.numel * getattr(buffer, name).element_size() for buffer in buffers)
-
-            def tensors(name: str = name) -> list[torch.Tensor]:
-                return [getattr(buffer, name) for buffer in buffers]
-
-            ledger.register(group, self._byte_counter(tensors), full_bytes=full)
+        optimizer, groups = trained.optimizer, trained.groups
+        buffers = [b for chunk in trained.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        ledger.register(groups.params, self._byte_counter(lambda: [buffer.param_data for buffer in buffers]))
+        ledger.register(groups.grads, self._byte_counter(lambda: [buffer.grad_data for buffer in buffers]))
         states = self._byte_counter(lambda: measure.optimizer_tensors(optimizer))
         full = measure.optimizer_full_bytes(optimizer)
         # With swap_optimizer only a window of the states, `full` at most, is on the device, and only during a step; the
@@ -141,29 +137,25 @@ class WorkerMemory:
         return lambda: measure.held_bytes(tensors(), device_type(self.recipe.platform))
 
     @contextmanager
-    def all_on_device(self, trained: TrainedModel, writes: bool) -> Iterator[None]:
-        """Keep parameters and optimizer states on the device inside the context, then restore their places.
+    def all_on_device(self, trained: TrainedModel) -> Iterator[None]:
+        """Keep weights and states, which a checkpoint replaces, on the device inside; then offload them again.
 
-        `writes`: weights and states may be replaced inside. Without our schedule verl moves the parameters itself.
+        Without our schedule verl moves the parameters itself.
         """
-        scheduler, (chunks, optimizer, _, groups) = context().scheduler, trained
-        models = [] if scheduler is None else [model_offload_state(chunk) for chunk in chunks]
-        states = [optimizer_offload_state(one) for one in single_optimizers(optimizer)]
-        offloaded: list[Params | Optimizer] = [Params(chunks)] if any(model.offloaded for model in models) else []
-        offloaded += [Optimizer(optimizer, groups.optimizer)] if any(state.offloaded for state in states) else []
+        scheduler = context().scheduler
+        if scheduler is None:
+            yield
+            return
+        offloaded = scheduler.offloaded_handlers((trained.groups.params, trained.groups.optimizer))
         for handler in offloaded:
             handler.load()
         try:
             yield
         finally:
-            for model in models:
-                model.written = model.written or writes
+            for chunk in trained.chunks:
+                model_offload_state(chunk).written = True
             for handler in offloaded:
                 handler.offload()
-            group = groups.optimizer
-            scheduled = scheduler is not None and scheduler.has_handler(group) and not scheduler.is_resident(group)
-            if writes and scheduled:  # states that load_checkpoint made; without our schedule verl offloads them
-                Optimizer(optimizer, group).offload()
 
 
 def _buffer_bytes(worker: Any) -> int:

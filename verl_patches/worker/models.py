@@ -1,9 +1,8 @@
-"""Load the weights of the models that verl builds in a worker, and overlap gradient reduction with the backward pass.
+"""Load the weights of the models that verl builds in a worker, and gather them for verl's own weight sync.
 
-verl builds critic, reference, reward models and actor in one process, in this order on both lines
-(`RayPPOTrainer.init_workers`), with one layout; each calls `load_megatron_gptmodel_weights`. Only the first of them
-reads the folder; the others copy its parameters, except the head if one of the two is the critic. Nothing writes those
-parameters before all models are built, so the copies equal a read bit for bit. A reward model has its own folder.
+verl builds reference and actor in one process, in this order on both lines (`RayPPOTrainer.init_workers`), with one
+layout; each calls `load_megatron_gptmodel_weights`. The reference reads the folder; the actor copies its parameters,
+which nothing writes, so that the copies equal a read bit for bit. Critic and reward models read their folders.
 """
 
 from __future__ import annotations
@@ -23,10 +22,11 @@ from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.memory.host_backed import single_optimizers
 from verl_patches.memory.offload import parameters_loaded
 from verl_patches.memory.schedule import CRITIC
+from verl_patches.patching import engine
 from verl_patches.patching.engine import is_on
 from verl_patches.reshard.rank_errors import gather
 from verl_patches.reshard.region import Region, region_view
-from verl_patches.reshard.train_tensors import inventory_and_library, model_layout, train_tensors
+from verl_patches.reshard.train_tensors import model_layout, train_tensors, trained_inventory
 from verl_patches.spec import RUN, run_from_config
 from verl_patches.weights.load import WAIT_S, copy_weights, load_weights, weights_difference
 from verl_patches.worker.context import context
@@ -36,11 +36,11 @@ from verl_patches.worker.step_guard import StepGuard
 log = logging.getLogger("verl_patches.weights")
 ARCHITECTURE = "DeepseekV3ForCausalLM"
 folder_reads: Current[int] = Current(0)  # how often this process has read a model's folder
-# folder and chunks of the model whose parameters others copy, and whether it is a value model
-copy_source: Current[tuple[str, Sequence[torch.nn.Module], bool] | None] = Current(None)
+# folder and chunks of the model whose parameters others copy
+copy_source: Current[tuple[str, Sequence[torch.nn.Module]] | None] = Current(None)
 
 
-def load_deepseekv3(load_megatron_gptmodel_weights: Callable, line: str = "pypi") -> Callable:
+def load_deepseekv3(load_megatron_gptmodel_weights: Callable) -> Callable:
     """Wrap verl's `load_megatron_gptmodel_weights`: load DeepSeek-V3 with this module, other models with verl."""
 
     @functools.wraps(load_megatron_gptmodel_weights)
@@ -51,23 +51,15 @@ def load_deepseekv3(load_megatron_gptmodel_weights: Callable, line: str = "pypi"
             )
         from verl.utils.fs import copy_to_local
 
-        wait_s, layout = WAIT_S, None
+        line, wait_s, layout = engine.current_engine().switches.line, WAIT_S, None
         if config.get(RUN) is not None:
             run = run_from_config(config)
-            wait_s, layout = run.recipe.timeouts.load_s, _layout_with_layers(run.train, model_config.num_hidden_layers)
+            # a list of layers also where null splits them evenly
+            layers = tuple(map(len, run.train.chunk_layers(model_config.num_hidden_layers)))
+            wait_s, layout = run.recipe.timeouts.load_s, dataclasses.replace(run.train, layers_per_stage=layers)
         return load_model(copy_to_local(config.model.path), parallel_model, line, wait_s, layout, is_value_model)
 
     return load_gpt_weights
-
-
-def load_mindspeed(load_megatron_gptmodel_weights: Callable) -> Callable:
-    """Wrap verl's loader like `load_deepseekv3`, for MindSpeed-LLM's parameters."""
-    return load_deepseekv3(load_megatron_gptmodel_weights, "a3")
-
-
-def _layout_with_layers(layout: ParallelLayout, num_layers: int) -> ParallelLayout:
-    """Return the layout with layers_per_stage as a list, also where null splits `num_layers` evenly."""
-    return dataclasses.replace(layout, layers_per_stage=tuple(map(len, layout.chunk_layers(num_layers))))
 
 
 def load_model(
@@ -82,39 +74,29 @@ def load_model(
 
     Returns the bytes read.
 
-    `is_value`: the chunks are of a value model. From a model with another head all parameters but the head are copied.
+    `is_value`: the chunks are of a value model, which is never copied.
     """
-    rank, copied, is_reward_model = dist.get_rank(), False, is_value and _is_untrained(chunks)
+    rank = dist.get_rank()
     _show_log(rank)
-    if copy_source.value is not None:
-        read_from, source, source_is_value = copy_source.value
-        same_head, which = source_is_value == is_value, "critic" if source_is_value else "reference"
-        if read_from == folder:
-            unlike = weights_difference(chunks, source, same_head)
-        else:
-            unlike = f"the {which} has read {read_from}"
-        if unlike and not is_reward_model:
-            log.warning("weights: %s is read again, not copied from the %s: %s", folder, which, unlike)
-        elif not unlike:
+    if copy_source.value is not None and not is_value:
+        read_from, source = copy_source.value
+        unlike = weights_difference(chunks, source) if read_from == folder else f"it has read {read_from}"
+        if not unlike:
             with parameters_loaded(source):
-                copy_weights(chunks, source, same_head)
+                copy_weights(chunks, source)
             if rank == 0:
-                what = "0 bytes read" if same_head else "its head is read"
-                log.info("weights: copied from the %s, %s from %s", which, what, folder)
-            if same_head:
-                return 0
-            copied = True
+                log.info("weights: copied from the reference, 0 bytes read from %s", folder)
+            return 0
+        log.warning("weights: %s is read again, not copied from the reference: %s", folder, unlike)
     folder_reads.value += 1
     key = f"verl_patches/load/{folder_reads.value}"
     started = time.perf_counter()
-    read_bytes = load_weights(folder, chunks, line, key, wait_s, layout, copied)
+    read_bytes = load_weights(folder, chunks, line, key, wait_s, layout)
     if rank == 0:
         seconds = time.perf_counter() - started
         log.info("weights: all ranks have read %s in %.1f s, this one %d bytes", folder, seconds, read_bytes)
-    # a trained model can be copied later only if our schedule moves it: verl's own offload leaves no storage
-    is_copyable = _is_untrained(chunks) or (is_value and is_on("memory.order"))
-    if is_copyable and not is_reward_model:
-        copy_source.value = folder, chunks, is_value
+    if _is_untrained(chunks) and not is_value:
+        copy_source.value = folder, chunks
     return read_bytes
 
 
@@ -173,8 +155,8 @@ def weight_converters() -> dict[Any, Callable]:
 def gathered_weights(chunks: Sequence[torch.nn.Module], hf_config: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (HF name, whole tensor) of every weight on every rank, in the training dtype. Collective over all ranks."""
     rank, layout = dist.get_rank(), model_layout(chunks)
-    inventory, library = inventory_and_library(chunks, hf_config, "a3")
-    held = train_tensors(chunks, inventory, layout, rank, library)
+    inventory = trained_inventory(chunks, hf_config)
+    held = train_tensors(chunks, inventory, layout, rank, "mindspeed")
     holders: dict[str, dict[Region, int]] = {}
     for holder, regions in enumerate(gather([tensor.region for tensor in held.values()])):
         for region in regions:
@@ -190,29 +172,3 @@ def gathered_weights(chunks: Sequence[torch.nn.Module], hf_config: Any) -> Itera
             dist.broadcast(part, holder)
             region_view(whole, complete, region, parameter.shape).copy_(part)
         yield parameter.name, whole
-
-
-def overlapping_ddp(original: type) -> type:
-    """Wrap Megatron's DDP in verl: reduce gradients during the backward pass (recipe.train.overlap_grad_reduce).
-
-    Megatron's training loop gives the schedules DDP's no_sync (megatron.training.training.train); verl has its own loop
-    and does not. A bucket's reduction starts in the last micro batch's backward, once all its gradients are there;
-    Megatron's finalize_model_grads, which verl's actor calls, waits for it. Only the first pipeline stage has several
-    buckets (megatron.core.distributed.distributed_data_parallel.DistributedDataParallel), as the others wait for it
-    anyway.
-    """
-
-    @functools.wraps(original, updated=())
-    class OverlappingDDP(original):
-        def __init__(self, config: Any, ddp_config: Any, module: Any, disable_bucketing: bool = False):
-            from megatron.training import get_args
-
-            args = get_args()
-            if not args.overlap_grad_reduce:
-                super().__init__(config, ddp_config, module, disable_bucketing)
-                return
-            overlapping = {"overlap_grad_reduce": True, "bucket_size": args.ddp_bucket_size}
-            super().__init__(config, dataclasses.replace(ddp_config, **overlapping), module, disable_bucketing)
-            config.no_sync_func = self.no_sync  # the schedules enter it for all micro batches but the last
-
-    return OverlappingDDP

@@ -22,40 +22,34 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
 from verl import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 
-from verl_patches.errors import ConfigError
 from verl_patches.heartbeat import heartbeat
-from verl_patches.heartbeat.calls import take_starts
 from verl_patches.layout.phases import START
 from verl_patches.memory import counters
-from verl_patches.memory.measure import vllm_worker
 from verl_patches.model.megatron import DTYPES
 from verl_patches.patching import engine
 from verl_patches.patching.engine import is_on
-from verl_patches.platform import as_npu, load_emulation
+from verl_patches.platform import load_emulation
 from verl_patches.platform.loopback_store import loopback_store
-from verl_patches.reshard.weight_sync import Settings
 from verl_patches.rollout.engine import PreemptionCounter
-from verl_patches.rollout.rebalance_engine import Rebalancer
 from verl_patches.spec import run_from_config
 from verl_patches.step.batches import payloads
 from verl_patches.step.batches.cached_batch import CachedBatch, cached_batch, padded_prompts
 from verl_patches.step.batches.exchange import is_metrics_rank
 from verl_patches.step.batches.limits import token_budget
-from verl_patches.step.batches.micro_batches import MiniBatchCounts, PlannedSplits, Stage, in_stage
+from verl_patches.step.batches.micro_batches import MiniBatchCounts, PlannedSplits, Stage, current_stage
 from verl_patches.step.log_probs import rollout_correction
 from verl_patches.step.log_probs.policy_update import PolicyUpdate
-from verl_patches.step.log_probs.rollout_log_probs import CheckedSamples, CheckRequest
-from verl_patches.step.replay.expert_load import ExpertLoad, count_rollout_load, count_training_load
+from verl_patches.step.log_probs.rollout_log_probs import CheckedSample
+from verl_patches.step.replay.expert_load import ExpertLoad, count_training_load
 from verl_patches.step.replay.routing_replay import RoutingReplay
 from verl_patches.worker.checkpoint import TrainingWorker
 from verl_patches.worker.context import context
@@ -73,10 +67,9 @@ class RecipeWorker(TrainingWorker):
     """Override methods of ActorRolloutRefWorker. The attribute of a feature that is off is None."""
 
     log_prob_sums: rollout_correction.LogProbSums | None = None
-    rebalancer: Rebalancer | None = None
     preemptions: PreemptionCounter | None = None  # on the first rank of a rollout replica
     routing: RoutingReplay | None = None
-    expert_loads: Mapping[str, ExpertLoad | None] = MappingProxyType({})  # keys: train, rollout (recipe.expert_load)
+    expert_load: ExpertLoad | None = None
 
     def __init__(self, config: Any, role: str) -> None:
         self.run = run_from_config(config)
@@ -129,8 +122,8 @@ class RecipeWorker(TrainingWorker):
                 self.routing = RoutingReplay(chunks)
             prepare_training(self.trained, self.memory)
         if self.recipe.expert_load and self._is_actor:
-            layout = self.run.train
-            self.expert_loads = {"train": count_training_load(chunks, layout.ep), "rollout": None}
+            ranks = {"train": self.run.train.ep, "rollout": self.run.rollout.ep if self.run.samples else 1}
+            self.expert_load = count_training_load(chunks, ranks)
         return built
 
     def _build_rollout(self, *args: Any, **kwargs: Any) -> tuple:
@@ -138,18 +131,10 @@ class RecipeWorker(TrainingWorker):
             self._is_rollout = False  # not earlier: verl builds no actor without a rollout
             return SimpleNamespace(), None
         rollout, manager = super()._build_rollout(*args, **kwargs)
-        recipe = self.recipe
-        if recipe.rollout.rebalance_every and is_on("rollout.rebalance"):
-            self.rebalancer = Rebalancer(rollout.inference_engine.llm_engine, recipe.rollout.rebalance_every)
         if dist.get_rank() % self.run.rollout.tp == 0:
             self.preemptions = getattr(rollout.inference_engine, "preemptions", None)  # row rollout.engine
-        if self.expert_loads and as_npu(recipe.platform) and is_on("rollout.count_mc2"):
-            load = count_rollout_load(vllm_worker(rollout.inference_engine).model_runner.model)
-            self.expert_loads = {**self.expert_loads, "rollout": load}
         if isinstance(manager, RecipeShardingManager):
-            layouts = self.run.train, self.run.rollout
-            manager.sync_enabled = recipe.weight_sync.enabled
-            manager.settings = Settings(*layouts, recipe.line, recipe.reshard.bucket_bytes, recipe.reshard.verify)
+            manager.run_spec = self.run
         return rollout, manager
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -182,38 +167,44 @@ class RecipeWorker(TrainingWorker):
             return super().generate_sequences(prompts)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def begin_rollout(self, keep_awake: bool, check: CheckRequest | None) -> None:
+    def begin_rollout(self, keep_awake: bool, check_seed: int | None) -> None:
         """Set how generate_sequences behaves until end_rollout.
 
-        keep_awake: the engine does not sleep between calls; check: the first call samples for sampled_check.py as well.
+        keep_awake: the engine does not sleep between calls; check_seed: the first call also samples for the check.
         """
-        self.rollout.check_request = check
+        self.rollout.check_seed = check_seed
         if keep_awake and isinstance(self.sharding_manager, RecipeShardingManager):
             self.sharding_manager.keep_awake()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def end_rollout(self) -> CheckedSamples | None:
-        """Put the engine to sleep; return this replica's samples for the check, on its first rank, else None."""
+    def end_rollout(self) -> CheckedSample | None:
+        """Put the engine to sleep; return this replica's sample for the check, on its first rank, else None."""
         if isinstance(self.sharding_manager, RecipeShardingManager):
             self.sharding_manager.end_rollout()
-        checked = self.rollout.__dict__.pop("checked_samples", None)
+        checked = self.rollout.__dict__.pop("checked_sample", None)
         return None if dist.get_rank() % self.config.rollout.tensor_model_parallel_size else checked
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto, *, planned: PlannedSplits | None = None) -> DataProto:
-        """Compute log-probs with verl in phase old_log_prob; record routed experts with recipe.train.routing_replay.
+        """Compute log-probs with verl in phase old_log_prob, and note the difference from vLLM's for take_report.
 
-        planned: micro batches of the tensor cache's plan; None for verl's own (also in the next two methods).
+        With recipe.train.routing_replay routed experts are recorded. planned: micro batches of the tensor cache's plan;
+        None for verl's own (also in the next two methods).
         """
         recording = self.routing.recording() if self.routing is not None else nullcontext()
         stage = Stage(self._token_budget("log_prob"), planned)
-        with context().phase("old_log_prob"), recording, in_stage(stage):
-            return super().compute_log_prob(data)
+        with context().phase("old_log_prob"), recording, current_stage.set(stage):
+            found = super().compute_log_prob(data)
+        if is_metrics_rank() and "rollout_log_probs" in data.batch.keys():
+            rollout = data.batch["rollout_log_probs"]
+            mask = data.batch["attention_mask"][:, -rollout.shape[1] :]
+            self.log_prob_sums = rollout_correction.log_prob_sums(rollout, found.batch["old_log_probs"], mask)
+        return found
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto, *, planned: PlannedSplits | None = None) -> DataProto:
         """Compute log-probs of the reference with verl in phase ref."""
-        with context().phase("ref"), in_stage(Stage(self._token_budget("ref"), planned)):
+        with context().phase("ref"), current_stage.set(Stage(self._token_budget("ref"), planned)):
             return super().compute_ref_log_prob(data)
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
@@ -228,7 +219,7 @@ class RecipeWorker(TrainingWorker):
         around = nullcontext() if update is None else update.update_context(data.batch)
         counts = MiniBatchCounts()
         stage = Stage(self._token_budget("update"), planned, counts)
-        with context().phase("update"), replaying, in_stage(stage), around:
+        with context().phase("update"), replaying, current_stage.set(stage), around:
             output = super().update_actor(data)
             if counts.micro_batches:  # only with row update.mini_batches on
                 counts.report(output.meta_info["metrics"])
@@ -238,15 +229,7 @@ class RecipeWorker(TrainingWorker):
 
     def _token_budget(self, stage: str) -> int | None:
         """Return the budget of `stage` if our rows make micro batches (step/batches/micro_batches.py), else None."""
-        ours = is_on("update.dynamic_batches")
-        a3 = ours or self.recipe.line == "a3"  # verl 0.4.0 has its own dynamic batches
-        budget = token_budget(self.config, stage) if a3 else None
-        if budget is not None and not ours:
-            raise ConfigError(
-                f"stage {stage}: expected row update.dynamic_batches on, because (log_prob_)use_dynamic_bsz is true, "
-                "found it off; switch the row on, or set the key to false"
-            )
-        return budget
+        return token_budget(self.config, stage) if is_on("update.dynamic_batches") else None
 
     # ---- the same stages on tensors that stay in this process (recipe.tensor_cache)
 
@@ -265,13 +248,12 @@ class RecipeWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def log_prob_cached(self, send_back: bool) -> payloads.LogProbs | None:
-        """Call compute_log_prob for this replica's samples, and note the difference from vLLM's for take_report."""
+        """Call compute_log_prob for this replica's samples; keep the log-probs, return what the trainer needs."""
         batch = self._cached_batch()
         data, mask = batch.inputs()
+        if "rollout_log_probs" in batch.cache.names:
+            data.batch["rollout_log_probs"] = batch.padded_responses("rollout_log_probs")
         found = self.compute_log_prob(data, planned=batch.stage_splits(self.config, "log_prob"))
-        if is_metrics_rank() and "rollout_log_probs" in batch.cache.names:
-            rollout, actor = batch.padded_responses("rollout_log_probs"), found.batch["old_log_probs"]
-            self.log_prob_sums = rollout_correction.log_prob_sums(rollout, actor, mask)
         return batch.keep_log_probs("old_log_probs", found, mask, send_back)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -301,8 +283,7 @@ class RecipeWorker(TrainingWorker):
         if dist.get_rank() in self.recipe.profile.ranks:
             from verl_patches.worker.profile import PhaseProfiler
 
-            here = context()
-            here.profiler = PhaseProfiler(self.recipe, step, dist.get_rank(), Path(folder), here.ledger)
+            context().profiler = PhaseProfiler(self.recipe, step, dist.get_rank(), Path(folder))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_report(self) -> dict[str, Any]:
@@ -310,14 +291,12 @@ class RecipeWorker(TrainingWorker):
 
         seconds: {phase: s}; sync: one dict per weight sync; log_prob_sums: of the last update, None on ranks that do
         not report; memory: the ledger's records, None without one; moves: between host and device; usage:
-        counters.host_memory; starts: (method, seconds since the epoch) of the trainer's calls; emulated: calls of the
-        emulated device since the process started, None on a real one; preempted: responses of this replica that vLLM
-        preempted, None on ranks other than its first; skipped: steps of actor and critic (step_guard.take_all_skips);
-        rebalance, routing_replay, profile: results of Rebalancer.take_counts, RoutingReplay.end_step,
-        PhaseProfiler.take_files; None where the feature is off.
+        counters.host_memory; emulated: calls of the emulated device since the process started, None on a real one;
+        preempted: responses of this replica that vLLM preempted, None on ranks other than its first; skipped: steps of
+        actor and critic (step_guard.take_all_skips);
+        routing_replay, profile: results of RoutingReplay.end_step, PhaseProfiler.take_files; None where the feature is
+        off.
         """
-        if self.checkpoint is not None:
-            self.checkpoint.raise_write_error()
         if cached_batch.value is not None:
             cached_batch.value.cache.close()
         sums, self.log_prob_sums = self.log_prob_sums, None
@@ -331,10 +310,8 @@ class RecipeWorker(TrainingWorker):
             "memory": {"rank": ledger.rank, **ledger.take()} if ledger else None,
             "moves": counters.take_moves(),
             "usage": counters.host_memory(),
-            "starts": take_starts(),
             "routing_replay": self.routing.end_step() if self.routing is not None else None,
-            "expert_load": {side: load and load.take() for side, load in self.expert_loads.items()} or None,
-            "rebalance": self.rebalancer.take_counts() if self.rebalancer is not None else None,
+            "expert_load": self.expert_load.take() if self.expert_load is not None else None,
             "preempted": self.preemptions.take() if self.preemptions is not None else None,
             "skipped": take_all_skips(context().step_guards),
             "profile": profiler.take_files() if profiler is not None else None,

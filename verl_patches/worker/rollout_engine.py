@@ -14,10 +14,10 @@ import wrapt
 from verl_patches.current import Current
 from verl_patches.heartbeat import heartbeat
 from verl_patches.memory.schedule import has_direct_sync
-from verl_patches.memory.sleep_mode import CumemSleepMode, ResizeSleepMode, SleepMode, require_freed_memory
+from verl_patches.memory.sleep_mode import SleepMode, require_freed_memory
 from verl_patches.patching import engine
 from verl_patches.patching.engine import is_on
-from verl_patches.rollout.ascend import VLLM_SLEEP_MODE, raise_on_dropped
+from verl_patches.rollout.ascend import raise_on_dropped
 from verl_patches.rollout.engine import PreemptionCounter, dp_ranks, engine_arguments
 from verl_patches.step.replay.sample_seeds import seeded_params
 from verl_patches.worker import Upstream
@@ -41,28 +41,24 @@ class RolloutEngine(Upstream):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if is_on("rollout.llm_arguments"):
             kwargs = engine_arguments(kwargs)
-        options = dict(kwargs.get("additional_config") or {})
-        by_vllm = options.pop(VLLM_SLEEP_MODE, True) and not kwargs.get("enforce_eager")
-        if "additional_config" in kwargs:
-            kwargs["additional_config"] = options
         our_sleep_mode = bool(kwargs.get("enable_sleep_mode")) and is_on("memory.sleep_mode")
-        if our_sleep_mode and not by_vllm:
+        if our_sleep_mode:
             kwargs["enable_sleep_mode"] = False
             weights_move.value = True
         super().__init__(*args, **kwargs)
         self.sleep_mode: SleepMode | None = None
         self.preemptions = PreemptionCounter(self.llm_engine)
-        self.vllm_frees_memory = by_vllm or not our_sleep_mode  # whether vLLM, not our sleep mode, frees the memory
         self.awake = set(_TAG_PHASES)
         if (dp_group := getattr(self.llm_engine, "dp_group", None)) is not None:  # V1 syncs on it each decode step
             heartbeat.current_heartbeat().count_group(
                 dp_group, "vLLM's dp", dp_ranks(self.llm_engine.vllm_config.parallel_config)
             )
+        options = kwargs.get("additional_config") or {}
         if (options.get("ascend_scheduler_config") or {}).get("enabled"):
             self.llm_engine.step = raise_on_dropped(self.llm_engine)
         if our_sleep_mode:
             loaded = kwargs.get("load_format") != "dummy" or not has_direct_sync(engine.current_engine().wanted)
-            self.sleep_mode = (CumemSleepMode if by_vllm else ResizeSleepMode)(self, loaded=loaded)
+            self.sleep_mode = SleepMode(self, loaded=loaded)
             self.llm_engine.sleep, self.llm_engine.wake_up = self.sleep_mode.sleep, self.sleep_mode.wake_up
             self.llm_engine.add_request = _refuse_unready(self.sleep_mode, self.llm_engine.add_request)
 
@@ -93,7 +89,7 @@ class RolloutEngine(Upstream):
         if device is None:
             here.begin("sleep", sleep)
         else:
-            with require_freed_memory(device, self.held_bytes, self.vllm_frees_memory):
+            with require_freed_memory(device, self.held_bytes, by_vllm=self.sleep_mode is None):
                 here.begin("sleep", sleep)
                 if here.scheduler is None:  # at the start, and in verl's own order
                     device.empty_cache()

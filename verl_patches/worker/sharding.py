@@ -9,7 +9,8 @@ from verl_patches.memory.counters import time_phase
 from verl_patches.memory.measure import vllm_worker
 from verl_patches.patching.engine import is_on
 from verl_patches.reshard.rank_errors import catch_errors, raise_on_any_rank
-from verl_patches.reshard.weight_sync import Settings, WorkerReshard
+from verl_patches.reshard.weight_sync import WorkerReshard
+from verl_patches.spec import RunSpec
 from verl_patches.step.batches.cached_batch import cached_batch
 from verl_patches.step.replay.sample_seeds import SEEDS
 from verl_patches.worker import Upstream
@@ -21,13 +22,12 @@ log = logging.getLogger(__name__)
 class RecipeShardingManager(Upstream):
     """Override methods of verl's MegatronVLLMShardingManager (row update.sharding_manager).
 
-    The worker sets `settings` and `sync_enabled` (recipe.weight_sync.enabled) in `_build_rollout`; without settings the
-    sync is verl's own. If `sync_enabled` is false only the first entry syncs: a control run, whose rollout stays old.
+    The worker sets `run_spec` in `_build_rollout`; without it the sync is verl's own. If recipe.weight_sync.enabled is
+    false only the first entry syncs: a control run, whose rollout stays old.
     Between `keep_awake` and `end_rollout` the engine does not sleep; `awake`: it was kept so, with the step's weights.
     """
 
-    settings: Settings | None = None
-    sync_enabled = True
+    run_spec: RunSpec | None = None
     synced_once = keeps_awake = awake = False
     resharder: WorkerReshard | None = None
 
@@ -39,19 +39,20 @@ class RecipeShardingManager(Upstream):
         """
         if self.awake:
             return
-        if self.synced_once and not self.sync_enabled:
+        run = self.run_spec
+        if self.synced_once and run is not None and not run.recipe.weight_sync.enabled:
             self.inference_engine.wake_up(tags=["weights"])
         else:
             with time_phase("reshard"):
-                if self.settings is not None and is_on("reshard.direct"):
-                    self._sync()
+                if run is not None and is_on("reshard.direct"):
+                    self._sync(run)
                 else:
                     super().__enter__()  # without mark_weights_written: nothing proves that every weight was written
         self.synced_once = True
-        if context().scheduler is not None or (self.settings is not None and self.settings.line == "a3"):
+        if context().scheduler is not None or (run is not None and run.line == "a3"):
             self.inference_engine.wake_up(tags=["kv_cache"])
 
-    def _sync(self) -> None:
+    def _sync(self, run: RunSpec) -> None:
         """Sync with the resharder, not verl's per-tensor generator; ReshardError is raised on all ranks or on none."""
         engine, device = self.inference_engine, next(self.actor_module[0].parameters()).device
 
@@ -61,13 +62,13 @@ class RecipeShardingManager(Upstream):
             engine.wake_up(tags=["weights"])
             patch_vllm_moe_model_weight_loader(vllm_worker(engine).model_runner.model)
             if self.resharder is None:
-                self.resharder = WorkerReshard(self.settings, self.actor_module, self.model_config, device)
+                self.resharder = WorkerReshard(run, self.actor_module, self.model_config, device)
 
         raise_on_any_rank(catch_errors(prepare), None, device, "the rollout engine could not be prepared")
         assert self.resharder is not None  # `prepare` has made it, or every rank has raised
         report = self.resharder.sync(vllm_worker(engine).model_runner.model)
         context().raise_peak(report.peak_extra_bytes)
-        engine.mark_weights_written(last=not self.sync_enabled)
+        engine.mark_weights_written(last=not run.recipe.weight_sync.enabled)
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
         """Put the rollout engine to sleep; with our memory schedule skip verl's empty_cache."""

@@ -26,7 +26,7 @@ from verl_patches.model.megatron import DTYPES
 from verl_patches.patching.engine import is_on
 from verl_patches.rewards.parts import RM_SCORES
 from verl_patches.spec import run_from_config
-from verl_patches.step.batches.micro_batches import MiniBatchCounts, Stage, in_stage
+from verl_patches.step.batches.micro_batches import MiniBatchCounts, Stage, current_stage
 from verl_patches.weights.run_folders import value_model_folder
 from verl_patches.worker import Upstream
 from verl_patches.worker.checkpoint import TrainingWorker
@@ -96,7 +96,7 @@ class RecipeCriticWorker(TrainingWorker):
         """
         self.wait_for_checkpoint()
         counts = MiniBatchCounts()
-        with context().phase("update_critic"), in_stage(Stage(counts=counts)):
+        with context().phase("update_critic"), current_stage.set(Stage(counts=counts)):
             output = super().update_critic(data)
             metrics = output.meta_info["metrics"]
             if counts.micro_batches:  # only with row update.mini_batches on
@@ -150,7 +150,7 @@ class RecipeRewardModelWorker(Upstream):
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """Return `rm_scores` [B, M] fp32: each model's head output at the last token of the response.
 
-        algo=rm trains the head so that this is the score of a response (RewardData of step/objectives/dataset.py).
+        algo=rm trains the head so that this is the score of a response (step/objectives/dataset.py).
         """
         scores = []
         for model in self.reward_models:

@@ -19,7 +19,6 @@ from verl_patches.launch.doctor.node_checks import Machine, Node, NodeCheck, Res
 from verl_patches.plan.memory_plan import node_host_bytes
 from verl_patches.run.resolve import changed_run
 from verl_patches.upstream.pins import load_pins
-from verl_patches.upstream.versions import installed_line
 
 PORT = {"-ip": recorded.IP, "-link": recorded.LINK, "-net_health": recorded.NET_HEALTH}
 INFINITE = resource.RLIM_INFINITY
@@ -40,7 +39,7 @@ def tool(changes=()):
                 return text
         if command[0] == "hccn_tool":
             return PORT.get(command[3], "usage") if len(command) > 3 else "usage"
-        known = {"info": recorded.NPU_SMI_A3, "board": recorded.BOARD, "hccs": recorded.HCCS}
+        known = {"info": recorded.NPU_SMI_A3, "hccs": recorded.HCCS}
         known["spod-info"] = recorded.SUPER_POD
         return known[command[3] if len(command) > 3 else "info"]
 
@@ -71,18 +70,16 @@ def findings(node, *names):
     return {found.name: found for row in rows for found in row.findings(node, npu=node.npu)}
 
 
-NPU = ("npu health", "npu memory", "npu firmware", "npu links")
+NPU = ("npu health", "npu memory", "npu links")
 
 
 def test_a_healthy_node_passes_every_row_of_its_dies(make_node):
     found = findings(make_node(), *NPU)
     assert {one.state for one in found.values()} == {"fine"}
     assert found["npu memory"].found.startswith("at least 65.4 GB free")
-    assert "driver 25.2.0, firmware 7.7.0.6.236" in found["npu firmware: all cards"].found
 
 
 ONE_EACH = {  # a fault of each kind, on another die or card each
-    "npu-smi info -t board -i 3": recorded.BOARD.replace(": OK", ": NG").replace("7.7.0.6.236", "7.1.0.3.220"),
     "npu-smi info -t hccs -i 6 -c 1": recorded.HCCS.replace(": OK", ": NOK"),
     "npu-smi info": recorded.NPU_SMI_A3.replace("| OK            | 163.9", "| Critical      | 163.9").replace(
         "3106 / 65536", "31877/ 65536"
@@ -97,8 +94,6 @@ FAULTS = [  # outputs, {name of each finding that is not fine: a text that it ha
         {
             "npu health: die 8 (card 4, chip 0)": "Critical",
             "npu memory: die 10 (card 5, chip 0)": "35.3 GB free of 68.7",
-            "npu firmware: card 3": "NG: driver 25.2.0, firmware 7.1.0.3.220",
-            "npu firmware: all cards": "7.1.0.3.220; driver 25.2.0, firmware 7.7.0.6.236",
             "npu links: die 5 (card 2, chip 1)": "port 10.86.1.80: link DOWN, net health Fault",
             "npu links: die 9 (card 4, chip 1)": "expected a line 'net health status', found",
             "npu links: die 13 (card 6, chip 1)": "HCCS is NOK",
@@ -145,18 +140,13 @@ def test_ports_without_addresses_are_a_note_while_hccs_is_healthy(make_node):
     assert findings(make_node(sick), "npu links")["npu links: die 0 (card 0, chip 0)"].state == "problem"
 
 
-def test_where_another_line_is_installed_one_line_says_so_and_its_packages_stay(make_node, tmp_path):
-    """Check this machine, which has line pypi; the control, one wrong package of each line, gets the whole list."""
+def test_each_wrong_package_and_the_driver_have_a_row(make_node, tmp_path):
     (tmp_path / "driver").mkdir()
     (tmp_path / "driver" / "version.info").write_text("Version=24.1.rc3\npackage_version=24.1.rc3\n")
-    (found,) = findings(make_node(), "versions").values()
-    assert (found.state, found.expected) == ("problem", "the packages of line a3")
-    assert found.found == "the packages of line pypi" and found.todo.startswith("keep the installed packages")
     mixed = {name: A3_VERSIONS.get(name) for name in load_pins().line("a3").packages} | {"torch": "2.4.0"}
     found = findings(make_node(distribution=mixed.get, ascend=tmp_path), "versions")
     assert found["versions: torch"].todo.startswith("install torch 2.5.1")
     assert (found["versions: driver"].found, found["versions: driver"].todo) == ("24.1.rc3", "install driver 25.2.0")
-    assert (installed_line(), installed_line(Machine(distribution=A3_VERSIONS.get))) == ("pypi", "a3")
 
 
 def test_limits_and_memory(make_node, tmp_path, monkeypatch):
@@ -175,23 +165,17 @@ def test_limits_and_memory(make_node, tmp_path, monkeypatch):
     memory = found["memory: host"]
     assert memory.state == "problem" and "771.5 by the workers" in memory.expected  # docs/256-die-runbook.md
     need = node_host_bytes(make_node().run, psutil.virtual_memory().total)
-    least = need.pinned + need.workers
-    for left, state in ((least - 1, "problem"), (least, "note"), (sum(need), "fine")):  # the object store may be full
+    least = need["pinned_bytes"] + need["workers_bytes"]
+    # the object store may be full
+    for left, state in ((least - 1, "problem"), (least, "note"), (need["node_bytes"], "fine")):
         monkeypatch.setattr(node_checks, "available_bytes", lambda cgroup, left=left: left)
         assert findings(make_node(), "memory")["memory: host"].state == state
 
 
-@pytest.mark.parametrize(("folder", "names"), [
-    (".", ("memory.max", "memory.current", "inactive_file")),
-    ("memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
-])  # fmt: skip
-def test_the_limit_of_a_container_bounds_the_memory(tmp_path, folder, names):
-    limit, used, cache = names
-    (tmp_path / folder).mkdir(exist_ok=True)
-    for name, text in {limit: 6 << 20, used: 5 << 20, "memory.stat": f"anon 1\n{cache} {2 << 20}"}.items():
-        (tmp_path / folder / name).write_text(f"{text}\n")
+def test_the_limit_of_a_container_bounds_the_memory(tmp_path):
+    (tmp_path / "memory.max").write_text(f"{3 << 20}\n")
     assert node_checks.available_bytes(tmp_path) == 3 << 20
-    (tmp_path / folder / limit).write_text(f"{'max' if folder == '.' else 1 << 62}\n")
+    (tmp_path / "memory.max").write_text("max\n")
     assert node_checks.available_bytes(tmp_path) > 3 << 20
 
 
@@ -253,7 +237,7 @@ def test_the_interface_is_the_nodes_own_the_configs_or_the_one_towards_the_head(
     assert absent.state == "problem" and "recipe.hccl.interface is eth99" in absent.found
     absent = found(GLOO_SOCKET_IFNAME="eth98")
     assert "Correct or unset it before" in absent.found and "null" not in absent.found  # a variable is unset, not null
-    assert "from TP_SOCKET_IFNAME;" in found(None, 2, GLOO_SOCKET_IFNAME="eth98", TP_SOCKET_IFNAME="lo").found
+    assert "GLOO_SOCKET_IFNAME" in found(None, 2, GLOO_SOCKET_IFNAME="lo").found
     before_ray = found(None, 2)
     assert (before_ray.state == "note") == (not before_ray.found.endswith("none"))
 

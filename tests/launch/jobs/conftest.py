@@ -34,11 +34,11 @@ def program(tmp_path, monkeypatch):
 def scripts(tmp_path):
     """Return scripts(job as a dictionary), which renders a job's scripts and returns their folder."""
 
-    def make(job, environ=None):
+    def make(job):
         file = tmp_path / "job.yaml"
         file.write_text(yaml.safe_dump(job))
         folder = tmp_path / "scripts"
-        render(load_job(file, environ or {}), folder, str(file))
+        render(load_job(file), folder, str(file))
         return folder
 
     return make

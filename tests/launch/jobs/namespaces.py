@@ -152,11 +152,6 @@ class Nodes:
         enter = ["ip", "netns", "exec", self.name(number), "bash", "-c", inside]
         return [*enter, str(self.folder / str(number)), str(self.shared)]
 
-    def stop_sshd(self, number):
-        """Refuse new connections to a node; open ones stay."""
-        self._sshd[number].kill()
-        self._sshd[number].wait()
-
     def drop_connections(self, number):
         """End the open connections of a node."""
         for process in psutil.Process(self._sshd[number].pid).children():

@@ -12,7 +12,7 @@ import yaml
 from tests.launch.jobs.conftest import ended
 from tests.launch.jobs.namespaces import Nodes
 from verl_patches.launch.jobs.job import Job
-from verl_patches.launch.jobs.render import job_values, kubernetes_file
+from verl_patches.launch.jobs.render import job_values
 
 ROOT = Path(__file__).resolve().parents[3]
 VOLUMES = {"/data": "/data", "/data/j": "/c/outputs"}
@@ -44,22 +44,15 @@ def test_kubernetes_gets_a_pod_a_node_that_runs_node_sh_and_no_other_pod_may_cal
     assert env["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "tokens", "key": "HF_TOKEN"}
     assert env["MASTER_ADDR"]["value"] == f"j-0.{pod['subdomain']}" and pod["subdomain"] == "j"
     places = {volume["name"]: volume.get("hostPath", {}).get("path") for volume in pod["volumes"]}
-    mounts = {places[m["name"]]: m["mountPath"] for m in container["volumeMounts"] if len(m) == 2 and places[m["name"]]}
+    mounts = {
+        places[m["name"]]: m["mountPath"] for m in container["volumeMounts"] if places[m["name"]] and not m["readOnly"]
+    }
     assert mounts == VOLUMES  # the others are read-only
     values, program = made["ConfigMap"]["data"]["job.sh"], made["ConfigMap"]["data"]["node.sh"]
     assert program == (ROOT / "verl_patches/launch/jobs/templates/node.sh").read_text()
     assert "variables=(A=b=c)\n" in values and '--resources={"NPU": 16}' in values
+    assert container["resources"]["limits"] == {"cpu": "64", "memory": "1135Gi", "huawei.com/Ascend910": "16"}
     assert "--include-dashboard=false --dashboard-host=127.0.0.1" in values
-
-
-def test_the_memory_of_a_pod_holds_pinned_bytes_the_object_store_and_the_workers():
-    def limits(**sizes):
-        job = Job(**JOB, provider="kubernetes", kubernetes=sizes)
-        *_, made = yaml.safe_load_all(kubernetes_file(job, {"job.sh": "", "node.sh": ""}))
-        return made["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]
-
-    assert limits() == {"cpu": "64", "memory": f"{719 + 256 + 16 * 10}Gi", "huawei.com/Ascend910": "16"}
-    assert limits(pinned_gib=1404)["memory"] == "1820Gi" and limits(memory_gib=2000)["memory"] == "2000Gi"
 
 
 def test_a_name_that_yaml_would_read_as_a_bool_is_a_text(scripts):

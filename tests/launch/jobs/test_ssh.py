@@ -155,24 +155,3 @@ def test_a_node_that_is_lost_is_named_and_the_others_are_ended_with_their_logs(n
     assert nodes.processes(0) == [] and [path.name for path in logs.iterdir()] == [f"node-0-{nodes.hosts[0]}"]
     assert ended(call(made / "down.sh"))[0] == 0  # the node answers again
     assert nodes.processes(1) == [] and (logs / f"node-1-{nodes.hosts[1]}" / "ray").is_dir()
-
-
-def test_a_host_without_sshd_and_a_wrong_key_are_named_and_nothing_is_left(nodes, job, scripts, call, tmp_path):
-    other = tmp_path / "other_key"
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", other], check=True)
-    config = (nodes.folder / "ssh_config").read_text().replace(str(nodes.folder / "key"), str(other))
-    (tmp_path / "ssh_config").write_text(config)
-    words = [str(tmp_path / "ssh_config") if word.endswith("ssh_config") else word for word in nodes.ssh]
-    for changes, text in (
-        ({"ssh": {"command": words}}, "Permission denied (publickey)"),
-        ({"python": "/no/python3"}, "python: no program /no/python3"),
-        ({"checkout": "/no/checkout"}, "cd: /no/checkout: No such file or directory"),
-    ):
-        code, _, err = ended(call(scripts({**job, **changes}) / "up.sh"))
-        assert code == 2 and err.count(text) == 2 and "nothing was started" in err, err
-
-    nodes.stop_sshd(1)  # no test comes after this one
-    code, _, err = ended(call(scripts(job) / "up.sh"))
-    assert code == 2 and f"node 1 ({nodes.hosts[1]}): " in err and "Connection refused" in err
-    assert f"node 0 ({nodes.hosts[0]}): " not in err
-    assert nodes.processes(0) == []

@@ -104,16 +104,16 @@ def test_a_start_that_hangs_names_the_ranks_that_have_no_heartbeat_or_are_still_
 
 def test_how_far_a_start_is_until_the_controller_is_in_a_step():
     begun = controller(3, START, step=0)
-    assert start_progress([], 2) == start_progress([begun], 2) == (0, "0 of 2 ranks have started")
+    assert start_progress([], 2) == start_progress([begun], 2) == "0 of 2 ranks have started"
     constructing = rank(0, 3, at=(START, ""))
-    assert start_progress([constructing, begun], 2) == (1, "1 of 2 ranks have started: 1 in the worker's constructor")
+    assert start_progress([constructing, begun], 2) == "1 of 2 ranks have started: 1 in the worker's constructor"
     ranks = [rank(number, 3, at=("init_model", "")) for number in range(3)] + [rank(3, 3, at=("", ""))]
-    assert start_progress([*ranks, begun], 4)[1].endswith(": 3 building the models, 1 waiting")
+    assert start_progress([*ranks, begun], 4).endswith(": 3 building the models, 1 waiting")
     for number, seen in enumerate(ranks[:2]):
         seen.beat.disk_bytes = (3 - number) * 10**9
-    said = start_progress([*ranks, begun], 4)[1]
+    said = start_progress([*ranks, begun], 4)
     assert said.endswith("; 5.0 GB of weights read, by rank 1 (pid 101 on host0) 2.0 GB")
-    assert start_progress([*ranks, controller(0, step=1)], 4) == (4, "")
+    assert start_progress([*ranks, controller(0, step=1)], 4) == ""
 
 
 def test_a_rank_that_others_wait_for_is_named_with_the_group():

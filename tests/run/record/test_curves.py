@@ -115,8 +115,6 @@ def test_exports_of_wandb(tmp_path, form):
         write_rows(path, [*apart, {"_step": 9, "_runtime": 1.0, "critic/score/mean": None}])
     elif form == "panel":
         table = table.rename(columns={"_step": "Step", **{c: f"run - 1 - {c}" for c in table.columns[1:]}})
-        for column in [*table.columns[1:]]:
-            table[f"{column}__MIN"] = 9.0
         table.to_csv(path, index=False)
     else:
         table.to_csv(path)
@@ -134,8 +132,7 @@ def test_a_value_is_a_number_also_as_text_or_not_there_and_else_an_error(tmp_pat
 
 
 DAMAGED = {"empty.jsonl": b"", "a.jsonl": b'{"loss": 1}\n{\n{"loss": 1}\n', "text.json": b'"loss"\n'}
-DAMAGED |= {"field.csv": b"step,loss\n1," + b"x" * 200_000 + b"\n", "events.out.tfevents.1": b"\xff" * 1000}
-DAMAGED |= {"none.log": b"step:" + b"9" * 5000 + b" - loss:1.0\n" + b"\xff\xfe" * 100, "absent.jsonl": None}
+DAMAGED |= {"events.out.tfevents.1": b"\xff" * 1000, "absent.jsonl": None}
 
 
 @pytest.mark.parametrize("name", DAMAGED)

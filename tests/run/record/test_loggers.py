@@ -44,13 +44,6 @@ def test_a_logger_without_its_key_is_refused(installed, name, given, login):
     require_loggers(name, {})
 
 
-def test_the_passwords_of_other_servers_are_no_key_of_wandb(installed):
-    (installed / ".netrc").write_text("machine github.com login user password x")
-    with pytest.raises(ConfigError, match="WANDB_API_KEY"):
-        require_loggers("wandb", {})
-    require_loggers("wandb", {"WANDB_BASE_URL": "https://github.com"})
-
-
 def test_loggers_write_into_the_runs_folder(monkeypatch):
     run = composed("deepseekv3_tiny_cpu", ["trainer.logger=[wandb,swanlab,mlflow]"])
     names = [logger.folder[0] for logger in LOGGERS.values() if logger.folder]

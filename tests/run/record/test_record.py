@@ -34,24 +34,11 @@ def test_a_damaged_file_is_one_sentence(call, tmp_path, content):
         record.read_summary(folder)
     code, out, err = call(["report", str(folder)])
     assert code == 2 and not out and err.startswith("verl_patches: ") and err.count("\n") == 1
-    assert not (folder / "report.md").exists()
-
-
-@pytest.mark.parametrize("content", [{"exit": None}, {"steps": [{"loss": 1}]}])
-def test_the_summary_of_another_program_is_one_sentence_also_where_a_later_start_reads_it(call, tmp_path, content):
-    folder = write_start(tmp_path / "r", content)
-    later = write_start(tmp_path / "r", run_summary(), parent=("0001", 1))
-    for given in (folder, later):
-        code, out, err = call(["report", str(given)])
-        assert code == 2 and not out and err.startswith(f"verl_patches: {folder}/summary.json: expected the record")
 
 
 def test_texts_of_a_run_are_shown_as_text(call, tmp_path):
-    """Check Rich's markup, escapes of a terminal, Markdown and TeX."""
+    """Check Rich's markup, and escapes of a terminal."""
     folder = write_start(tmp_path / "r", run_summary(r"a[red]$\frac|b", exit=HOSTILE))
     code, out, _ = call(["status", str(folder)])
     assert code == 1 and r"a[red]b[/c]\x1b[31m\x07 $\frac|<b>" in out and "\x1b" not in out
-    assert call(["report", str(folder), str(folder)])[0] == 0
-    text = (folder / "report.md").read_text()
-    assert r"[31m\x07 $\frac&#124;" in text and "\x1b" not in text
     assert json.loads(call(["status", str(folder), "--json"])[1])["exit"] == record.read_summary(folder)["exit"]

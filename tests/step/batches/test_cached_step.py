@@ -40,8 +40,6 @@ REFUSED = {
     "recipe.rollout.replay=/somewhere": "recipe.rollout.replay gives responses to the trainer alone",
     f"{ACTOR}.data_loader_seed=1 {ACTOR}.shuffle=true": "actor.shuffle is true: micro batches would differ",
     "data.return_raw_chat=true": "return_raw_chat is true: raw prompts would not come back",
-    "data.custom_cls.path=mine.py data.custom_cls.name=Mine": "custom_cls.path is .*mine.py: prompts are rebuilt as",
-    f"{ROLLOUT}.response_length=32": "response_length is 32 and data.max_response_length 16: a batch rebuilt",
 }
 
 

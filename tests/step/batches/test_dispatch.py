@@ -1,11 +1,8 @@
-"""Test calls to all workers: serialised bytes, the values that arrive, and the recorded starts."""
+"""Test calls to all workers: serialised bytes, and the values that arrive."""
 
 import pytest
-from verl.single_controller.base.decorator import Dispatch, register
 
-from verl_patches.heartbeat.calls import record_starts
 from verl_patches.trainer import dispatch
-from verl_patches.trainer.dispatch import start_skew
 
 # objects above 1 MB that the controller serialises: with the row, without it
 LARGE = {
@@ -48,30 +45,13 @@ def test_values_and_errors_are_those_of_verl_without_the_row(found):
 
 
 @pytest.mark.slow
-def test_a_worker_records_the_trainers_calls_and_not_the_calls_inside_them(found):
-    """Test row dispatch.note_starts."""
-    # each process has two workers
-    calls = ["say"] * 10 + ["compute"] * 2 + ["generate"] * 2 + ["fail"] * 2 + ["take_starts"]
-    assert found["starts"] == [calls, calls] and set(found["skew"]) == set(calls)
-
-
-@pytest.mark.slow
 def test_what_rays_stores_hold_is_counted(found):
     kept, held = found["kept_bytes"]
     assert kept <= held < 2 * kept and dispatch.object_store_usage() == {}  # no Ray in this process
 
 
-def test_a_step_is_the_sum_of_its_calls_and_its_worst_skew_between_the_same_calls_of_all_workers():
-    first = [("f", 10.0), ("f", 20.0), ("g", 30.0), ("only here", 31.0)]
-    second = [("f", 10.5), ("f", 20.25), ("g", 29.0), ("g", 33.0)]
-    assert start_skew([first, second]) == {"f": 0.5}
-    assert start_skew([]) == {} and start_skew([first, []]) == {}
+def test_a_step_is_the_sum_of_its_calls():
     dispatch.take_calls()
     dispatch.sent_counts.value.update(calls=2, puts=3, put_bytes=150)
-    step = dispatch.dispatch_counts([first, second[:3]])
-    skew = {"max": 1.0, "by_call": {"f": 0.5, "g": 1.0}}
-    assert step == {"calls": 2, "puts": 3, "put_bytes": 150, "start_skew_s": skew}
+    assert dispatch.take_calls() == {"calls": 2, "puts": 3, "put_bytes": 150}
     assert not any(dispatch.take_calls().values())
-
-
-recorded = record_starts(register)(dispatch_mode=Dispatch.ONE_TO_ALL)

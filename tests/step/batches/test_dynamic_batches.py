@@ -4,7 +4,6 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from verl_patches.errors import ConfigError
 from verl_patches.step.batches.micro_batches import PackedPass
 from verl_patches.worker import recipe_worker
 
@@ -22,15 +21,10 @@ def test_outputs_come_back_in_the_order_of_the_batch(rows):
     assert now.restore_order([]) == []  # not the last stage
 
 
-@pytest.mark.parametrize(("line", "on", "budget"), [("a3", True, 600), ("a3", False, None), ("pypi", False, 0)])
-def test_a_row_that_is_off_does_not_make_micro_batches_fixed_in_silence(monkeypatch, line, on, budget):
-    """Check on line pypi, whose verl has such micro batches itself; two context-parallel ranks share a budget."""
+@pytest.mark.parametrize(("on", "budget"), [(True, 600), (False, None)])
+def test_the_row_makes_micro_batches_of_the_budget_that_context_parallel_ranks_share(monkeypatch, on, budget):
     monkeypatch.setattr(recipe_worker, "is_on", lambda row: on)
     worker = object.__new__(recipe_worker.RecipeWorker)
     actor = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 300, "megatron": {"context_parallel_size": 2}}
-    worker.config, worker.recipe = OmegaConf.create({"actor": actor}), OmegaConf.create({"line": line})
-    if budget is None:
-        with pytest.raises(ConfigError, match="expected row update.dynamic_batches on"):
-            worker._token_budget("update")
-        return
-    assert worker._token_budget("update") == (budget or None)
+    worker.config = OmegaConf.create({"actor": actor})
+    assert worker._token_budget("update") == budget

@@ -8,7 +8,7 @@ from verl_patches.step.batches.micro_batches import (
     MiniBatchCounts,
     Stage,
     count_mini_batch,
-    in_stage,
+    current_stage,
     scale_micro_batch_loss,
 )
 
@@ -66,7 +66,7 @@ def measured():
                 ]
                 aggregate = scale_micro_batch_loss(agg_loss)
                 counts = MiniBatchCounts() if ours else None
-                with in_stage(Stage(counts=counts)):
+                with current_stage.set(Stage(counts=counts)):
                     assert list(count_mini_batch(batch_iterator)(micro_batches, 1)) == micro_batches
                     each, loss = micro_batch_losses(micro_batches, aggregate, mode)
                 loss.backward()

@@ -1,27 +1,24 @@
 """Test which log-probs are compared, and when the comparison stops a run."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
+from tests.runs import tiny
+from verl_patches.run.resolve import changed_run
 from verl_patches.step.log_probs import logprob_check, rollout_correction
+from verl_patches.step.log_probs.rollout_correction import log_prob_sums
 
 
 def test_delta_is_of_valid_tokens_only():
     """Check one batch; tests/step/log_probs/test_rollout_correction.py has the values of others."""
-    tensors = {
-        "rollout_log_probs": torch.tensor([[-1.0, -2.0, -9.0]]),
-        "old_log_probs": torch.tensor([[-1.5, -2.0, 0.0]]),
-        "response_mask": torch.tensor([[1, 1, 0]]),
-    }
-    compute = rollout_correction.add_log_prob_metrics(lambda batch: {"of verl": 1.0})
-    metrics = compute(SimpleNamespace(batch=tensors))
+    sides = torch.tensor([[-1.0, -2.0, -9.0]]), torch.tensor([[-1.5, -2.0, 0.0]]), torch.tensor([[1, 1, 0]])
+    recipe = tiny().recipe
+    metrics = rollout_correction.add_worker_metrics({"of verl": 1.0}, [log_prob_sums(*sides), None], recipe)
     delta = logprob_check.logprob_delta(metrics)
     assert metrics["of verl"] == 1.0 and (delta["mean"], delta["max"], delta["kl"]) == (0.25, 0.5, 0.25)
     assert set(delta) == {"mean", "max", "std", "pearson", "kl", "k3_kl"}
-    del tensors["rollout_log_probs"]
-    assert compute(SimpleNamespace(batch=tensors)) == {"of verl": 1.0} and logprob_check.logprob_delta({}) is None
+    assert rollout_correction.add_worker_metrics({"of verl": 1.0}, [None], recipe) == {"of verl": 1.0}
+    assert logprob_check.logprob_delta({}) is None
 
 
 NAN = float("nan")
@@ -43,7 +40,7 @@ def test_the_check_stops_above_the_limit_with_a_remedy(delta, words):
     (1.0, 1, -1, True), (1.0, 1.0, 0, True), (0.9, 1, -1, False), (1.0, 0.9, -1, False), (1.0, 1, 50, False),
 ])  # fmt: skip
 def test_only_unchanged_distributions_are_compared(temperature, top_p, top_k, comparable):
-    rollout = SimpleNamespace(temperature=temperature, top_p=top_p, top_k=top_k)
-    assert logprob_check.keeps_distribution(rollout) is comparable
-    assert (logprob_check.incomparable_reason(rollout, replayed=False) is None) is comparable
-    assert logprob_check.incomparable_reason(rollout, replayed=False, sampled=True) is None
+    sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    run = changed_run(tiny(), {f"actor_rollout_ref.rollout.{key}": value for key, value in sampling.items()})
+    assert (logprob_check.incomparable_reason(run) is None) is comparable
+    assert logprob_check.incomparable_reason(run, sampled=True) is None

@@ -98,9 +98,6 @@ def test_a_log_prob_that_is_not_finite_is_reported_and_never_averaged_away(side,
     batch[side][1, 2] = value
     metrics = rc.log_prob_metrics(rc.merge_sums([rc.log_prob_sums(*batch), rc.log_prob_sums(*sides(seed=1))]))
     assert metrics["recipe/logprob_not_finite"] == 1 and math.isnan(metrics["recipe/logprob_delta_mean"])
-    words = rf"1 of {int(batch[2].sum())} .* in {('vLLM', 'the actor')[side]}; .* token 2 of response 1: "
-    with pytest.raises(rc.LogProbError, match=words):
-        rc.importance_weights(*batch, TOKEN)
 
 
 def test_weights_by_hand():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from verl_patches.step.log_probs.rollout_log_probs import CHECK_TOKENS, PADDING, CheckRequest, keep_rollout_log_probs
+from verl_patches.step.log_probs.rollout_log_probs import CHECK_TOKENS, PADDING, keep_rollout_log_probs
 
 NO_PROMPTS = SimpleNamespace()
 
@@ -52,11 +52,11 @@ class SamplingEngine:
 
 
 @pytest.mark.parametrize("kept_by_verl", [False, True])
-def test_sequences_to_compare_are_sampled_behind_the_responses_as_the_model_gives_them(kept_by_verl):
+def test_a_sequence_to_compare_is_sampled_behind_the_responses_as_the_model_gives_them(kept_by_verl):
     """Check the order here; tests/loop/test_truth_control.py has whole runs."""
     engine = SamplingEngine()
     rollout = SimpleNamespace(inference_engine=engine, config=SimpleNamespace(response_length=3072))
-    rollout.check_request = CheckRequest(sequences=2, seed=11)
+    rollout.check_seed = 11
     ids, mask = torch.tensor([[0, 7, 8], [4, 5, 6], [0, 0, 9]]), torch.tensor([[0, 1, 1], [1, 1, 1], [0, 0, 1]])
     batch = {"input_ids": ids, "attention_mask": mask}
     prompts = SimpleNamespace(batch=batch)
@@ -70,10 +70,10 @@ def test_sequences_to_compare_are_sampled_behind_the_responses_as_the_model_give
     found = keep_rollout_log_probs(generate_sequences)(rollout, prompts).batch["rollout_log_probs"]
     assert found.tolist() == ([[1, 1]] * 3 if kept_by_verl else [[0, PADDING], [-1, PADDING], [-2, PADDING]])
     (_, own), (asked, plain) = engine.requests
-    assert own == "the run's own" and asked == [{"prompt_token_ids": [7, 8]}, {"prompt_token_ids": [4, 5, 6]}]
+    assert own == "the run's own" and asked == [{"prompt_token_ids": [7, 8]}]
     settings = {(p.temperature, p.top_p, p.top_k, p.min_p, p.n, p.max_tokens) for p in plain}
     assert settings == {(1.0, 1.0, -1, 0.0, 1, CHECK_TOKENS)}
-    assert [p.seed for p in plain] == [11, 12]
-    checked = rollout.checked_samples
-    assert checked.seconds >= 0 and not hasattr(rollout, "check_request")  # the request is used once
-    assert (checked.prompts, checked.responses, checked.log_probs) == ([[7, 8], [4, 5, 6]], [[0], [1]], [[0.0], [-1.0]])
+    assert [p.seed for p in plain] == [11]
+    checked = rollout.checked_sample
+    assert checked.seconds >= 0 and not hasattr(rollout, "check_seed")  # the seed is used once
+    assert (checked.prompt, checked.response, checked.log_probs) == ([7, 8], [0], [0.0])

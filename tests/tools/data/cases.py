@@ -1,6 +1,7 @@
 """Provide records for each handler of `data build`, and call the build."""
 
 import json
+import shutil
 
 from pyarrow import parquet
 
@@ -44,12 +45,13 @@ def write_lines(path, records):
     return path
 
 
-def make(folder, records, handler="maths", overwrite=False, out="out", **keys):
-    """Build `records`, a list or a path, to folder/out and return (code, report)."""
+def make(folder, records, handler="maths", out="out", **keys):
+    """Build `records`, a list or a path, to a new folder/out and return (code, report)."""
+    shutil.rmtree(folder / out, ignore_errors=True)
     source = write_lines(folder / "rows.jsonl", records) if isinstance(records, list) else records
     keys = {"input": str(source), "handler_name": handler, "output_prefix": str(folder / out), **keys}
     (folder / "build.yaml").write_text(json.dumps(keys))
-    return build_data(read_settings(folder / "build.yaml"), overwrite)
+    return build_data(read_settings(folder / "build.yaml"))
 
 
 def read(folder, name="train"):

@@ -1,6 +1,5 @@
 """Test `data build`: equal bytes for any number of workers, rows left out with reasons, and never half an output."""
 
-import contextlib
 import hashlib
 import json
 import os
@@ -12,19 +11,17 @@ import time
 from pathlib import Path
 
 import datasets
-import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tests.conftest import ROOT
-from tests.ranks import HANG_S
 from tests.tools.data.cases import RECORDS, contents, make, read, write_lines
 from verl_patches.__main__ import app
-from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.errors import ConfigError
 from verl_patches.tools.data import build as module
-from verl_patches.tools.data.output import replaced_folder
+from verl_patches.tools.data.output import new_folder
 from verl_patches.tools.data.settings import read_settings
 
 SAMPLE = ROOT / "data" / "deepscaler_sample.json"
@@ -57,7 +54,7 @@ def test_the_sample_is_what_it_was(tmp_path):
 
 def build_preset(name, out, **keys):
     given = [f"{key}={json.dumps(str(value))}" for key, value in keys.items()]
-    return module.build_data(read_settings(ROOT / "data" / f"{name}.yaml", given, out), False)
+    return module.build_data(read_settings(ROOT / "data" / f"{name}.yaml", given, out))
 
 
 @settings(max_examples=3, suppress_health_check=list(HealthCheck))
@@ -112,7 +109,7 @@ def test_a_repeated_problem_is_one_whatever_its_blanks_and_answers_of_one_prompt
     spaced = {**MATHS[3], "problem": MATHS[3]["problem"].replace(" ", " \n"), "answer": "other"}
     _, report = make(tmp_path, [*MATHS, spaced])
     assert report["repeated"]["rows"] == 1
-    assert [*report["repeated"]["shown"].values()] == [{"rows": 1, "places": ["rows.jsonl:41"]}]
+    assert report["repeated"]["shown"] == ["rows.jsonl:41: repeats an earlier row"]
     rows = [{"prompt": "Say it.", "response": f"{n}"} for n in range(5)] + [{"prompt": "Go.", "response": "0"}]
     assert make(tmp_path, [*rows, rows[0]], "instruction", out="sft")[1]["repeated"]["rows"] == 1
 
@@ -136,9 +133,9 @@ def test_sentences_as_gold_answers_are_kept_counted_shown_and_refused_above_a_te
     short = {"question": "Who?", "answer": rf"{sign}\text{{Ann}} and \frac{{1}}{{2}} + \sqrt{{xyz}} cm"}
     wordy = [{"question": f"{n}?", "answer": f"{sign}Because he sold {n} apples to Ann"} for n in range(5)]
     code, report = make(tmp_path, [*rows, short, *wordy[:4]], handler)
-    (found,) = report["sentences"]["shown"].values()
+    found = [text.partition(": ")[0] for text in report["sentences"]["shown"]]
     assert (code, report["sentences"]["rows"], report["train"] + report["test"]) == (0, 4, 45)
-    assert found == {"rows": 4, "places": ["rows.jsonl:42", "rows.jsonl:43", "rows.jsonl:44"]}
+    assert found == [f"rows.jsonl:{line}" for line in range(42, 46)]
     code, report = make(tmp_path, [*rows, *wordy], handler, out="b")
     assert (code, report["refused"]) == (1, ["sentences"])
     assert make(tmp_path, [*rows, *wordy], handler, out="b", refuse_above={"sentences": 0.2})[0] == 0
@@ -152,35 +149,13 @@ def test_bad_rows_are_counted_shown_and_refused_above_the_threshold(tmp_path):
     ]
     code, report = make(tmp_path, [*MATHS, *bad])
     assert code == 1 and report["refused"] == ["bad"] and report["bad"]["rows"] == 61
-    assert len(report["bad"]["shown"]) == module.MAX_SENTENCES and not (tmp_path / "out").exists()
-    first, empty = list(report["bad"]["shown"].items())[:2]
+    assert len(report["bad"]["shown"]) == module.MAX_SHOWN and not (tmp_path / "out").exists()
     hint = "name its column with map_keys={response: COLUMN}"
-    assert first[0] == f"expected response in column answer, found the columns problem; {hint}"
-    assert first[1] == {"rows": 1, "places": ["rows.jsonl:41"]}
-    assert empty[1] == {"rows": 30, "places": ["rows.jsonl:42", "rows.jsonl:43", "rows.jsonl:44"]}
+    text = f"rows.jsonl:41: expected response in column answer, found the columns problem; {hint}"
+    assert report["bad"]["shown"][0] == text
     share = 61 / 101
     assert make(tmp_path, [*MATHS, *bad], refuse_above={"bad": share - 0.001})[0] == 1
     assert make(tmp_path, [*MATHS, *bad], refuse_above={"bad": share + 0.001})[0] == 0
-
-
-def test_a_second_build_of_the_same_data_has_nothing_of_the_first(tmp_path):
-    """Check equal input under other keys, in one process and folder, against a first build of each."""
-    rows = [{"problem": f"What is {n}?", "answer": n, "other": n + 1} for n in range(8)]
-    keys = [{}, {"prompt_type": "boxed"}, {"map_keys": {"response": "other"}}, {"seed": 5}, {"test_size": 3}]
-    keys += [{"prompt_type": "think", "data_source": "mine"}, {}]
-    found = []
-    for number, each in enumerate(keys):
-        make(tmp_path, rows, overwrite=True, **each)
-        make(tmp_path, rows, out=f"first{number}", **each)
-        found.append(contents(tmp_path / "out"))
-        assert found[-1] == contents(tmp_path / f"first{number}")
-    assert found[0] == found[-1] and len({one["train.parquet"] for one in found}) == len(keys) - 1
-
-
-def test_an_example_shows_what_is_trained(tmp_path):
-    pair = {"prompt": "Say 1.", "chosen": "1!", "rejected": "no"}
-    example = make(tmp_path, [pair, {**pair, "prompt": "Say 2."}], "preference", shuffle=False)[1]["example"]
-    assert example == {"prompt": [{"role": "user", "content": "Say 2."}], "chosen": "1!", "rejected": "no"}
 
 
 @pytest.mark.slow
@@ -206,128 +181,38 @@ def test_the_manifest_has_the_hashes_of_inputs_and_files(tmp_path):
 # ---- the folder
 
 
-def test_an_output_is_replaced_only_with_overwrite_and_never_other_files(tmp_path):
+def test_an_output_is_a_new_folder(tmp_path):
     make(tmp_path, MATHS)
     before = contents(tmp_path / "out")
-    with pytest.raises(ConfigError, match="found an existing one; replace it with --overwrite"):
-        make(tmp_path, MATHS[:20])
+    with pytest.raises(ConfigError, match="expected a new folder, found an existing one"):
+        module.build_data(read_settings(tmp_path / "build.yaml"))
     assert contents(tmp_path / "out") == before
-    make(tmp_path, MATHS[:20], overwrite=True)
-    assert len(read(tmp_path / "out")) == 18
-    (tmp_path / "out" / "mine.txt").write_text("x")
-    with pytest.raises(ConfigError, match="found other files, such as 'mine.txt'"):
-        make(tmp_path, MATHS, overwrite=True)
-    assert {path.name for path in tmp_path.iterdir()} == {"out", "rows.jsonl", "build.yaml"}
+    with pytest.raises(ConfigError, match="output"), new_folder(Path("..")):
+        pass
 
 
-@pytest.mark.parametrize("name", ["..", "file", "link"])
-def test_tricks_with_the_outputs_name_are_refused(tmp_path, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "target").mkdir()
-    (tmp_path / "file").write_text("x")
-    (tmp_path / "link").symlink_to(tmp_path / "target")
-    write_lines(tmp_path / "rows.jsonl", MATHS)
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(ConfigError, match="output"), replaced_folder(Path(name), overwrite=True) as work:
-        (work / "out" / "train.parquet").write_text("x")
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_an_error_or_a_second_writer_leaves_the_output_alone(tmp_path):
+def test_an_error_or_a_second_writer_leaves_no_output(tmp_path):
     target = tmp_path / "out"
-    with pytest.raises(ZeroDivisionError), replaced_folder(target, overwrite=False) as work:
+    with pytest.raises(ZeroDivisionError), new_folder(target) as work:
         (work / "out" / "train.parquet").write_text("x")
         raise ZeroDivisionError
-    with replaced_folder(target, overwrite=False), pytest.raises(ConfigError, match="another process is writing it"):
-        with replaced_folder(target, overwrite=False):
-            pass
+    with new_folder(target), pytest.raises(ConfigError, match="expected a new folder"), new_folder(target):
+        pass
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("error", [OSError("no space"), KeyboardInterrupt()])
-def test_an_end_between_the_two_renames_leaves_the_output_that_was(tmp_path, monkeypatch, error):
-    make(tmp_path, MATHS)
-    before, rename = contents(tmp_path / "out"), Path.rename
-
-    def fails(path, target):
-        if path == tmp_path / ".out.partial" / "scratch" / "out":
-            raise error
-        return rename(path, target)
-
-    monkeypatch.setattr(Path, "rename", fails)
-    with pytest.raises(ConfigError if isinstance(error, OSError) else type(error)):
-        make(tmp_path, MATHS[:20], overwrite=True)
-    assert contents(tmp_path / "out") == before and not (tmp_path / ".out.partial").exists()
-
-
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_kill_at_any_moment_leaves_nothing_under_the_final_name(tmp_path, workers):
-    """Kill after different times; a second call must write all, and no process or file of the first may be left."""
+def test_a_killed_build_leaves_nothing_under_the_final_name(tmp_path):
     source = write_lines(tmp_path / "rows.jsonl", [RECORDS["maths"](n) for n in range(6000)])
-    keys = {"input": str(source), "handler_name": "maths", "output_prefix": str(tmp_path / "out"), "workers": workers}
+    keys = {"input": str(source), "handler_name": "maths", "output_prefix": str(tmp_path / "out")}
     (tmp_path / "build.yaml").write_text(json.dumps(keys))
     command = [sys.executable, "-m", "verl_patches", "data", "build", str(tmp_path / "build.yaml"), "--json"]
-    kills = 0
-    for share in (0.0, 0.3, 0.6, 0.9):
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        scratch = tmp_path / ".out.partial" / "scratch"
-        while process.poll() is None and bytes_below(scratch) <= share * 6_000_000:
-            time.sleep(0.005)
-        children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        assert not psutil.wait_procs(children, timeout=HANG_S)[1]
-        if (tmp_path / "out").exists():  # it was quicker: then the output is whole
-            assert len(read(tmp_path / "out")) == 5400
-            break
-        kills += 1
-    assert kills >= 1
-    done = subprocess.run([*command, "--overwrite"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert len(read(tmp_path / "out")) == 5400
-    assert {path.name for path in tmp_path.iterdir()} == {"out", "rows.jsonl", "build.yaml"}
-
-
-def test_a_call_restores_the_output_of_one_that_was_killed_between_its_two_renames(tmp_path):
-    old = tmp_path / ".out.partial" / "scratch" / "old"
-    old.mkdir(parents=True)
-    (old / "train.parquet").write_text("rows")
-    with pytest.raises(ConfigError, match="found an existing one"), replaced_folder(tmp_path / "out", False):
-        pass
-    assert (tmp_path / "out" / "train.parquet").read_text() == "rows"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_end_signal_while_workers_work_ends_all_with_a_sentence(tmp_path, number):
-    """Send the signal to the process group of the command, as a terminal or `timeout` does."""
-    source = write_lines(tmp_path / "rows.jsonl", [RECORDS["maths"](n) for n in range(60_000)])
-    keys = {"input": str(source), "handler_name": "maths", "output_prefix": str(tmp_path / "out"), "workers": 2}
-    (tmp_path / "build.yaml").write_text(json.dumps(keys))
-    command = [sys.executable, "-m", "verl_patches", "data", "build", str(tmp_path / "build.yaml")]
-    for lines in (2, 5):  # of progress
-        with (tmp_path / "log").open("w") as log:
-            process = subprocess.Popen(command, cwd=ROOT, stderr=log, start_new_session=True)
-        children = []
-        while process.poll() is None and (not children or (tmp_path / "log").read_text().count("Making") < lines):
-            children = psutil.Process(process.pid).children(recursive=True)
-            time.sleep(0.001)
-        os.killpg(process.pid, number)
-        assert process.wait(HANG_S) == 128 + number
-        text = (tmp_path / "log").read_text()
-        assert "verl_patches: interrupted by" in text and "Traceback" not in text and "Exception ignored" not in text
-        assert not psutil.wait_procs(children, timeout=HANG_S)[1]
-        assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl", "build.yaml", "log"}
-
-
-def bytes_below(folder):
-    """Return the bytes of files below a folder, which come and go."""
-    sizes = []
-    for path, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                sizes.append(os.path.getsize(os.path.join(path, name)))
-    return sum(sizes)
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while process.poll() is None and not (tmp_path / ".out.partial" / "rows").exists():
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL and not (tmp_path / "out").exists()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and ".out.partial: expected a new folder" in done.stderr
 
 
 def test_nothing_is_written_but_the_output(tmp_path):
@@ -343,23 +228,7 @@ def test_nothing_is_written_but_the_output(tmp_path):
     done = subprocess.run([*command, *words], cwd=here, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert [*home.rglob("*"), *here.rglob("*")] == [] and contents(tmp_path / "saved") == before
-    words = ["input=nobody/nothing", "-o", str(tmp_path / "hub")]  # the hub's libraries keep modules and downloads
-    environment["HF_HUB_OFFLINE"] = "1"
-    done = subprocess.run([*command, *words], cwd=here, env=environment, capture_output=True, text=True)
-    assert done.returncode == 2 and "nobody/nothing" in done.stderr
-    assert [*home.rglob("*"), *here.rglob("*")] == []
     assert {path.name for path in tmp_path.iterdir()} == {"home", "here", "saved", "out"}
-
-
-def test_a_killed_worker_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "make_rows", _die)
-    with pytest.raises(RecipeError, match="worker processes was killed"):
-        make(tmp_path, MATHS, workers=2)
-    assert not (tmp_path / "out").exists() and not (tmp_path / ".out.partial").exists()
-
-
-def _die(*_):
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 # ---- the command line
@@ -383,4 +252,4 @@ def test_the_command_line(tmp_path):
     assert code == 1 and "nothing written: too many rows are bad" in done.stderr and "rows.jsonl:41" in done.stderr
     code, done = run(yaml, "-o", tmp_path / "bad", "refuse_above={bad: 0.5}")
     assert code == 0 and "36 train rows, 4 test rows" in done.stdout
-    assert "bad: 1 rows, as rows.jsonl:41: expected" in done.stderr
+    assert "bad: rows.jsonl:41: expected" in done.stderr

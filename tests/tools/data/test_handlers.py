@@ -12,7 +12,7 @@ from tests.conftest import ROOT
 from tests.runs import composed
 from tests.tools.data.cases import HELLO, HI, NO, RECORDS, make, read, say
 from verl_patches.errors import ConfigError
-from verl_patches.tools.data.build import RESULT_COLUMNS, make_rows
+from verl_patches.tools.data.build import RESULT_COLUMNS, make_result
 from verl_patches.tools.data.handlers import (
     CONVERSATION_COLUMNS,
     HANDLERS,
@@ -40,7 +40,7 @@ def user(text):
 def build_row(folder, handler, record, **keys):
     """Return the row of a record, which is in train: the first file is large enough for the others."""
     others = [RECORDS[handler](n) for n in range(100, 103)]
-    make(folder, [*others[:1], record, *others[1:]], handler, shuffle=False, test_size=1, overwrite=True, **keys)
+    make(folder, [*others[:1], record, *others[1:]], handler, shuffle=False, test_size=1, **keys)
     return read(folder / "out")[0]
 
 
@@ -109,17 +109,11 @@ def test_pairs_of_several_turns_keep_all_turns_before_the_last(tmp_path):
     assert (row["prompt"], row["response"]) == (talk, "Hello")
 
 
-def test_equal_system_messages_are_one(tmp_path):
-    brief = {"role": "system", "content": "Be brief."}
-    row = build_row(tmp_path, "instruction", {"messages": [brief, brief, HI, HELLO], "system": "Be brief."})
-    assert row["prompt"] == [brief, HI]
-
-
 def test_nested_columns_are_read_and_so_are_columns_with_a_dot(tmp_path):
     keys = {"map_keys": {"response": "reward_model.ground_truth", "solution": "extra_info.note"}}
     for extra in ({"reward_model": {"ground_truth": '["2"]'}}, {"reward_model.ground_truth": "2"}):
         rows = [{"prompt": [say(n)], "extra_info": {"note": "n"}, **extra} for n in range(4)]
-        make(tmp_path, rows, "maths", overwrite=True, **keys)
+        make(tmp_path, rows, "maths", **keys)
         (row, *_) = read(tmp_path / "out")
         assert (row["reward_model"]["ground_truth"], row["extra_info"]["solution"]) == ("2", "n")
     code, report = make(tmp_path, [{"prompt": "p", "reward_model": {"style": "rule"}}] * 2, out="b", **keys)
@@ -140,35 +134,21 @@ def test_map_keys_and_additional_keys(tmp_path):
     assert code == 1 and "expected a column gone, found a, level" in next(iter(report["bad"]["shown"]))
 
 
-def test_columns_that_are_named_are_read_and_not_messages(tmp_path):
-    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "no"}]
-    records = [{"q": f"{n}?", "a": "2", "messages": talk} for n in range(4)]
-    make(tmp_path, records, "instruction", map_keys={"prompt": "q", "response": "a"}, shuffle=False)
-    row = read(tmp_path / "out")[0]
-    assert (row["prompt"][-1]["content"][1:], row["response"]) == ("?", "2")
-
-
 SYSTEM = {"role": "system", "content": "a"}
 
 
 @pytest.mark.parametrize(("handler", "record", "message"), [
     ("maths", {"problem": "p", "answer": True}, "the answer to be text, found True"),
     ("maths", {"problem": "p", "answer": "9" * 513}, "513 characters; expected 1 to 512"),
-    ("maths", {"problem": "\ud800", "answer": "1"}, "surrogates not allowed"),
     ("gsm8k", {"question": "p", "answer": "42"}, "#### 42"),
     ("instruction", {"messages": [HI]}, "the last message of messages to have role assistant, found user"),
     ("preference", {"prompt": "p", "chosen": "a", "rejected": "a"}, "to differ"),
     ("preference", {"chosen": [say(1), HELLO], "rejected": [say(2), NO]}, "expected the same prompt before"),
-    ("preference", {"prompt": "Say 2.", "chosen": [say(1), HELLO], "rejected": "a"}, "of chosen to begin with prompt"),
     ("preference", {"prompt": "p", "tools": TOOLS, "chosen": "a", "rejected": "b"}, "texts alone, found tools"),
-    ("labelled", {"prompt": "p", "response": [{**NO, "reasoning_content": "r"}], "label": 1}, "reasoning_content"),
-    ("instruction", {"conversations": [{"from": "bing", "value": "Hi"}, NO]}, "found 'bing'"),
     ("instruction", {"messages": [HI, {**NO, "weight": 0}]}, "found 'weight'"),
     ("instruction", {"messages": [HI, {**NO, "tool_calls": [{"id": "c"}]}]}, "a function with a name"),
-    ("instruction", {"messages": [HI, {"from": "function_call", "value": "so"}]}, "tool_calls to be JSON, found 'so'"),
     ("instruction", {"messages": [HI, HELLO, NO]}, "the prompt to have role user or tool, found assistant"),
     ("instruction", {"messages": [SYSTEM, {**SYSTEM, "content": "b"}, HI, NO]}, "expected one system message"),
-    ("instruction", {"messages": [SYSTEM, HI, NO], "system": "b"}, "expected one system message"),
     ("maths", {"problem": "p", "answer": ["1", "2"]}, "expected one answer, found a list of 2"),
     ("labelled", {"prompt": "p", "response": "r", "label": 2}, "label to be true or false, found 2"),
     ("process", {"prompt": "p", "steps": ["a"], "labels": [1, 0]}, "a label for each of 1 steps, found 2"),
@@ -176,8 +156,8 @@ SYSTEM = {"role": "system", "content": "a"}
 def test_a_bad_record_is_named_in_one_sentence(tmp_path, handler, record, message):
     code, report = make(tmp_path, [RECORDS[handler](n) for n in range(4)] + [record], handler)
     assert code == 1 and report["bad"]["rows"] == 1
-    ((sentence, same),) = report["bad"]["shown"].items()
-    assert same == {"rows": 1, "places": ["rows.jsonl:5"]} and message in sentence and "\n" not in sentence
+    (sentence,) = report["bad"]["shown"]
+    assert sentence.startswith("rows.jsonl:5: ") and message in sentence and "\n" not in sentence
 
 
 SCALARS = (
@@ -196,7 +176,7 @@ def test_any_record_ends_as_a_row_of_the_schema_or_a_sentence(data):
     columns = sorted({column for columns in HANDLERS[name].fields.values() for column in columns})
     records = data.draw(st.lists(VALUES | st.dictionaries(st.sampled_from(columns), VALUES), max_size=6))
     given = Settings(input="x", handler_name=name, output_prefix="x", dataset_additional_keys=columns[:1])
-    found = make_rows(given, [(f"f:{number}", record) for number, record in enumerate((*records, RECORDS[name](1)))])
+    found = [make_result(given, f"f:{number}", record) for number, record in enumerate((*records, RECORDS[name](1)))]
     assert len(found) == len(records) + 1
     for row in found:
         assert row.keys() == RESULT_COLUMNS.keys()
@@ -218,23 +198,24 @@ def test_the_runs_dataset_reads_them_and_lengths_are_as_it_counts_them(tmp_path,
     from transformers import AutoTokenizer
     from verl.utils.dataset.rl_dataset import RLHFDataset
 
-    from verl_patches.step.objectives import dataset
+    from verl_patches.step.objectives.dataset import FixedDataset
 
     keys = {"tokenizer_name_or_path": str(tiny_model), "seq_length": 400}
     _, report = make(tmp_path, [RECORDS[handler](n) for n in range(20)], handler, **keys)
     longest, tokenizer = report["longest_tokens"], AutoTokenizer.from_pretrained(tiny_model)
     for algorithm in USED_BY[handler]:
         name = composed("deepseekv3_tiny_cpu", [f"algo={algorithm}"]).verl.data.custom_cls.name
-        kind = getattr(dataset, name) if name else RLHFDataset
+        kind, recipe = FixedDataset if name else RLHFDataset, {"objective": {"name": algorithm}}
         files = [str(tmp_path / "out" / f"{part}.parquet") for part in ("train", "test")]
         limits = {"max_prompt_length": longest["prompt"], "max_response_length": longest["response"] or 1}
         config = {**limits, "truncation": "error", "cache_dir": str(tmp_path), "filter_overlong_prompts_workers": 1}
-        rows = kind(files, tokenizer, OmegaConf.create({**config, "filter_overlong_prompts": True}))
+        config = OmegaConf.create({"data": {**config, "filter_overlong_prompts": True}, "recipe": recipe}).data
+        rows = kind(files, tokenizer, config)
         assert len(rows) == 20 and [rows[number] for number in range(20)]
         if algorithm in ("sft", "dpo", "prm", "kto") and longest["response"] > 1 and name:  # the control
             with pytest.raises(ConfigError, match="max_response_length"):
                 config["max_response_length"] = longest["response"] - 2
-                kind(files, tokenizer, OmegaConf.create(config))
+                kind(files, tokenizer, config)
 
 
 @pytest.mark.slow
@@ -243,7 +224,7 @@ def test_long_rows_are_dropped_and_reported(tmp_path, tiny_model):
     sample = ROOT / "data" / "deepscaler_sample.json"
     made = [make(tmp_path, sample, out=f"{n}", seq_length=n, prompt_type="boxed", **keys)[1] for n in (1024, 90)]
     assert made[0]["too_long"]["rows"] == 0 and 20 < made[1]["too_long"]["rows"] < 292
-    assert [*made[1]["too_long"]["shown"]] == ["more than 90 tokens"]
+    assert all(text.endswith("more than 90 tokens") for text in made[1]["too_long"]["shown"])
     assert made[1]["longest_tokens"]["prompt"] <= 90 < made[0]["longest_tokens"]["prompt"]
     assert made[1]["train"] + made[1]["test"] + made[1]["too_long"]["rows"] == 312
     with pytest.raises(ConfigError, match=r"found 0 of 312 \(left out: 312 too_long\)"):
@@ -314,16 +295,8 @@ def test_a_yaml_of_mindspeed_rl(tmp_path):
     assert make_settings(tmp_path, "seed=7", "input=[a.json, b.json]").inputs == ["a.json", "b.json"]
 
 
-def test_a_home_folder_is_expanded(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
-    found = make_settings(tmp_path, "input=[~/a.json, b.json]", output_prefix="~/out", tokenizer_name_or_path="~")
-    names = [*found.inputs, found.output_prefix, found.tokenizer_name_or_path]
-    assert names == ["/home/me/a.json", "b.json", "/home/me/out", "/home/me"]
-
-
 @pytest.mark.parametrize(("keys", "message"), [
     ({"sequence_length": 3}, "unknown key sequence_length; did you mean seq_length"),
-    ({"handler": "maths"}, "unknown key handler; did you mean handler_name"),
     ({"handler_name": "MOSSInstructionHandler"}, "handler_name is 'MOSS.*expected one of maths, gsm8k"),
     ({"seq_length": 10}, "seq_length counts tokens: expected tokenizer_name_or_path"),
     ({"map_keys": {"promt": "q"}}, "map_keys: unknown key promt; did you mean prompt"),

@@ -1,6 +1,5 @@
 """Test reading of three kinds of file, folders, HF datasets and remote files; bad rows are named by line."""
 
-import hashlib
 import json
 import sys
 
@@ -69,18 +68,6 @@ def test_a_text_of_parquet_that_is_not_utf8_is_refused(tmp_path):
         read(tmp_path / "a.parquet")
 
 
-def test_a_page_or_a_pointer_in_place_of_data_is_named_as_such(tmp_path):
-    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345678\n"
-    for text, words in (
-        ("<!doctype html>\n<html>", "is a web page"),
-        (pointer, "is a Git LFS pointer"),
-        ("", "is empty"),
-    ):
-        for name in ("rows.json", "rows.jsonl", "rows.parquet"):
-            with pytest.raises(ConfigError, match=f"{name} {words}"):
-                read(write(tmp_path, text, name))
-
-
 def test_parquet_folders_and_datasets(tmp_path):
     rows = [{**ROW, "answer": str(number)} for number in range(600)]
     folder = tmp_path / "folder"
@@ -140,20 +127,7 @@ def test_remote_files_are_read_through_fsspec(tmp_path, monkeypatch):
         read_url("s3://bucket/none", tmp_path)
 
 
-def test_without_its_package_an_address_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "s3fs", None)
-    with pytest.raises(ConfigError, match="s3fs is not installed; pip install s3fs"):
-        read_url("s3://bucket/rows.jsonl", tmp_path)
-
-
 def test_credentials_in_an_address_are_refused_and_not_shown(tmp_path):
     with pytest.raises(ConfigError, match="pass credentials in environment variables") as error:
         read_url("s3://user:word@bucket/x.json", tmp_path)
     assert "bucket" not in str(error.value)
-
-
-def test_facts_of_a_file_need_nothing_that_python_3_10_lacks(tmp_path, monkeypatch):
-    monkeypatch.delattr(hashlib, "file_digest", raising=False)
-    text = "a" * (3 << 19)  # more than one block
-    expected = {"name": "rows.json", "bytes": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
-    assert sources.file_facts(write(tmp_path, text)) == expected

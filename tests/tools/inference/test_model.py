@@ -12,14 +12,12 @@ from tests.weights.cases import read_folder, write_checkpoint
 from verl_patches.__main__ import app
 from verl_patches.catalog import platform_rows
 from verl_patches.cli import inference
-from verl_patches.cli.inference import _settings
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import SCORE
 from verl_patches.run.engine_options import ROLLOUT_KEY
 from verl_patches.spec import Trees
 from verl_patches.tools.inference import model, scores
 from verl_patches.tools.inference.model import find_model, validation_sampling
-from verl_patches.tools.inference.rows import Prompt
 from verl_patches.weights.manifest import MANIFEST
 from verl_patches.weights.run_folders import take_start
 from verl_patches.weights.source import open_source
@@ -70,38 +68,16 @@ def test_which_settings_count_is_said_and_a_file_of_them_is_refused_for_a_run(ru
             find(given, run.parents[1], config=CONFIG)
 
 
-def test_an_output_belongs_to_its_data_its_reward_and_its_dtype(run, tiny_model, tmp_path):
-    (tmp_path / "reward.py").write_text("def compute_score(**_): return 0.0")
-
-    def settings(answer, *overrides):
-        model = find(
-            tiny_model, run.parents[1], f"recipe.rewards=[{{name: python,path: {tmp_path}/reward.py}}]", *overrides
-        )
-        prompts = [Prompt(0, {"prompt": "1", "reward_model": {"ground_truth": answer}}, [1])]
-        return _settings(model, prompts, {"n": 1}, scores.reward_facts(model.run)[0])
-
-    first = settings("4")
-    assert settings("4") == first != settings("5")
-    assert settings("4", "recipe.dtype=bf16") != first
-    (tmp_path / "reward.py").write_text("def compute_score(**_): return 1.0")
-    assert settings("4") != first
-    (tmp_path / "reward.py").unlink()
-    with pytest.raises(ConfigError, match="reward.py"):
-        settings("4")
-
-
 def test_what_others_follow_takes_effect_in_a_run_too(run, monkeypatch):
     def rollout(*overrides):
         return find(run, run.parents[1], *overrides).run.verl.actor_rollout_ref.rollout
 
-    assert rollout("recipe.dtype=bf16").dtype == "bfloat16"
-    with pytest.raises(ConfigError, match="the rollout's follows it"):
-        find(run, run.parents[1], "actor_rollout_ref.rollout.dtype=bfloat16")
-    with pytest.raises(ConfigError, match="rollout.dtype: .*found float16"):
-        find(run, run.parents[1], "recipe.dtype=bf16", "actor_rollout_ref.rollout.dtype=float16")
+    assert rollout("recipe.dtype=bf16", "actor_rollout_ref.rollout.dtype=bfloat16").dtype == "bfloat16"
+    with pytest.raises(ConfigError, match="rollout.dtype: expected bfloat16"):
+        rollout("recipe.dtype=bf16")
     recorded = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(recorded.replace("recipe:\n", "recipe:\n  gone: 1\n", 1))
-    with pytest.raises(ConfigError, match="(?s)recipe.gone.*recorded by another version: remove it from the file"):
+    with pytest.raises(ConfigError, match="recipe.gone"):
         rollout()
     (run / "config.yaml").write_text(recorded)
     for name in ("require_trees", "require_verl_version"):  # of line a3
@@ -127,34 +103,6 @@ def test_a_command_on_a_cpu_starts_again_without_warnings_of_what_a_cpu_lacks(ru
     assert len(started) == 1  # the second process goes on
 
 
-def test_an_engine_is_gone_before_the_next_is_made(run_warm):
-    code = """
-import gc, weakref
-from contextlib import nullcontext
-from types import SimpleNamespace as Of
-from verl_patches.cli import inference
-from verl_patches.tools.inference.rows import Prompt
-
-class Engine:
-    def run(self, tokens, params, kept):
-        yield from (Of(outputs=[self]) for _ in tokens[kept:])
-
-def make(*_):
-    gc.collect()
-    there.append(sum(of() is not None for of in made))
-    engine = Engine()
-    made.append(weakref.ref(engine))
-    return nullcontext(engine)
-
-made, there, inference._engine = [], [], make
-chosen = Of(sources=dict.fromkeys((1, 2, 3), Of(folder='')), length=64, run=None)
-for _ in inference._outputs(chosen, [Prompt(n, {}, [1]) for n in range(2)], {'max_tokens': 4}, 0):
-    del _
-assert there == [0, 0, 0], there
-"""
-    run_warm(code, patches="line=pypi,platform=cpu").check()
-
-
 @pytest.mark.parametrize("rewards", ["{name: reward_model,path: x}", ""])
 def test_eval_is_refused_where_no_part_of_the_reward_is_left(run, tiny_model, tmp_path, monkeypatch, rewards):
     model = find(tiny_model, run.parents[1], f"recipe.rewards=[{rewards}]")
@@ -163,7 +111,7 @@ def test_eval_is_refused_where_no_part_of_the_reward_is_left(run, tiny_model, tm
     assert isinstance(done.exception, ConfigError) and "expected a part that eval can run" in str(done.exception)
     assert not (tmp_path / "out").exists()
     both = find(tiny_model, run.parents[1], "recipe.rewards=[{name: reward_model,path: x},{name: maths}]")
-    assert scores.reward_facts(both.run)[1] == ["reward_model"]
+    assert scores.unused_models(both.run) == ["reward_model"]
 
 
 @pytest.mark.parametrize(
@@ -185,19 +133,16 @@ def test_weights_that_the_dies_of_an_instance_do_not_hold_are_refused_before_one
     npu = ("recipe.line=a3", "recipe.platform=npu", "trainer.device=npu", "recipe.train.distributed_timeout_minutes=18")
     share = "actor_rollout_ref.rollout.gpu_memory_utilization="
     assert list(find(run, run.parents[1], *npu, f"{share}0.5", newest=True).sources) == [20]
-    with pytest.raises(ConfigError, match=r"memory: modelled: a die needs 0.00 GB of vLLM's 0.00 .*no number of nodes"):
+    with pytest.raises(ConfigError, match=r"memory: modelled: a die needs 0.00 GB .*raise recipe.rollout.data_par"):
         find(run, run.parents[1], *npu, f"{share}1e-6")
 
 
 def test_what_is_no_model_is_refused_in_one_sentence(run, tiny_model, tmp_path):
-    root, value = run.parents[1], tmp_path / "value"
+    root = run.parents[1]
     with pytest.raises(ConfigError, match="or a folder of weights, with config.json, found no such folder"):
         find(tmp_path / "nothing", root)
-    with pytest.raises(ConfigError, match="global_step_40: expected a complete checkpoint, .* has global_step_20$"):
+    with pytest.raises(ConfigError, match="global_step_40: no manifest.json, so this checkpoint is not complete"):
         find(run / "checkpoints/global_step_40", root)
-    (tmp_path / "models--org--name/snapshots/0123").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="is a repository in the hub's cache; .*snapshots/0123$"):
-        find(tmp_path / "models--org--name", root)
     (run / "checkpoints/global_step_20" / MANIFEST).write_text("{")
     with pytest.raises(ConfigError, match=r"global_step_20/manifest.json"):
         find(run, root)
@@ -205,14 +150,9 @@ def test_what_is_no_model_is_refused_in_one_sentence(run, tiny_model, tmp_path):
         shutil.rmtree(start / "checkpoints")
     with pytest.raises(ConfigError, match=r"expected complete checkpoints of .* found none.*save_freq"):
         find(run, root)
-    shutil.copytree(tiny_model, value)
-    config = json.loads((value / "config.json").read_text())
-    (value / "config.json").write_text(json.dumps({**config, "max_position_embeddings": "640"}))
-    with pytest.raises(ConfigError, match="max_position_embeddings"):
-        find(value, root)
 
 
-def test_a_value_model_and_a_run_that_trained_one_are_refused(run, tiny_model, monkeypatch):
+def test_a_value_model_is_refused(run, tiny_model, monkeypatch):
     def with_a_head(folder):
         source = open_source(folder)
         source.tensors[SCORE] = source.tensors.pop("lm_head.weight")
@@ -221,11 +161,6 @@ def test_a_value_model_and_a_run_that_trained_one_are_refused(run, tiny_model, m
     monkeypatch.setattr(model, "open_source", with_a_head)
     with pytest.raises(ConfigError, match="found a value model"):
         find(tiny_model, run.parents[1])
-    config = OmegaConf.load(run / "config.yaml")
-    config.recipe.objective.name = "rm"
-    OmegaConf.save(config, run / "config.yaml")
-    with pytest.raises(ConfigError, match=r"a value model \(algo=rm\), which generates no tokens"):
-        find(run, run.parents[1])
 
 
 def test_a_validation_is_greedy_unless_the_run_samples():

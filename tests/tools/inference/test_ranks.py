@@ -69,23 +69,6 @@ def test_two_emulated_dies_write_what_one_writes(tmp_path, a3_sources):
     assert chat["text"] == expected[1][1]  # one replica has nothing to do, from the first step on
 
 
-@pytest.mark.nightly
-def test_ranks_on_two_nodes_wait_for_their_devices(tiny_model, tmp_path):
-    """Run TP2 on a CPU with a rank on each node."""
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
-    words = ["generate", tiny_model, "in.jsonl", "out.jsonl", *GREEDY, *TP2, "trainer.n_gpus_per_node=1"]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/tools/inference/two_nodes_job.py"), *map(str, words)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    made = [response for (response,) in responses(tmp_path / "out.jsonl")]
-    assert made == greedy_texts(tiny_model, PROMPTS, 8)
-
-
 @pytest.mark.slow
 def test_an_error_of_a_rank_ends_the_command_in_one_sentence(tiny_model, tmp_path):
     """Change bytes, so that they are not those of the manifest, which the ranks find as they read."""

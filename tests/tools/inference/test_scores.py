@@ -7,14 +7,7 @@ from math import comb, sqrt
 
 import pytest
 
-from verl_patches.tools.inference.scores import (
-    BOOTSTRAP,
-    WILSON,
-    bootstrap_interval,
-    checkpoint_scores,
-    measure,
-    wilson_interval,
-)
+from verl_patches.tools.inference.scores import bootstrap_interval, checkpoint_score, measure, wilson_interval
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer():
@@ -40,10 +33,10 @@ def test_wilsons_interval_of_the_literature():
         assert wilson_interval(correct, count) == pytest.approx(expected, abs=5e-5)
 
 
-def test_the_interval_says_how_it_was_made():
+def test_the_interval_is_wilsons_of_single_answers_and_else_bootstraps():
     one, several = measure([[1.0]] * 3 + [[0.0]] * 5), measure([[1.0, 0.0]] * 3 + [[0.0, 0.0]] * 5)
-    assert (one["interval"], several["interval"], measure([[0.5]])["interval"]) == (WILSON, BOOTSTRAP, BOOTSTRAP)
     assert (one["low"], one["high"]) == wilson_interval(3, 8)
+    assert (several["low"], several["high"]) == bootstrap_interval([0.5] * 3 + [0.0] * 5)
     means = [number / 100 for number in range(101)]
     low, high = bootstrap_interval(means)
     expected = 1.96 * statistics.pstdev(means) / sqrt(101)
@@ -51,16 +44,12 @@ def test_the_interval_says_how_it_was_made():
     assert (low, high) == bootstrap_interval(means)  # the same for the same data
 
 
-def test_steps_are_scored_by_the_mean_over_sources_and_list_their_wrong_answers():
-    def line(step, row, source, *values):
-        responses = [{"value": value, "text": f"{row} {value}"} for value in values]
-        return {"step": step, "row": row, "data_source": source, "ground_truth": "g", "responses": responses}
+def test_a_checkpoint_is_scored_by_the_mean_over_sources():
+    def line(source, *values):
+        return {"data_source": source, "responses": [{"value": value} for value in values]}
 
-    lines = [line(1, 0, "a", 1, 1), line(1, 1, "a", 1, 0), line(1, 2, "b", 0, 0), line(5, 0, "a", 1, 1)]
-    first, last = checkpoint_scores(lines)
-    assert (first["step"], first["score"], first["sources"]["a"]["mean"]) == (1, 0.375, 0.75)
-    assert [(each["row"], each["found"]) for each in first["wrong"]] == [(1, "1 0"), (2, "2 0")]
-    assert (last["step"], last["score"], last["wrong"]) == (5, 1.0, [])
+    found = checkpoint_score(5, [line("a", 1, 1), line("a", 1, 0), line("b", 0, 0)])
+    assert (found["step"], found["score"], found["sources"]["a"]["mean"]) == (5, 0.375, 0.75)
 
 
 SCORE = """

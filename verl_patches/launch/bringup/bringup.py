@@ -194,9 +194,9 @@ class Bringup:
         saving = () if self.run.verl.trainer.nnodes > 1 else _SAVING  # as rung resume does
         node = Node(self.compose(saving))
         if node.nodes == 1 and self.run.recipe.ray_address is None:
-            report, _ = doctor.check_this_node(node)
+            report = doctor.check_this_node(node)
         else:
-            report, _ = doctor.check_all_nodes(node, [*self.words, *saving, *self.option])
+            report = doctor.check_all_nodes(node, [*self.words, *saving, *self.option])
         faults, rates = [], []
         for each in report.findings:
             place = f" [{each.where}]" if each.where else ""
@@ -415,31 +415,16 @@ def group_rows(answers: dict[str, Any], slow: float, least_s: float) -> list[dic
 
 
 def page_lines(report: dict[str, Any]) -> list[str]:
-    """Return the lines of the report as one page of Markdown; of groups the slowest of each kind, and those not ok."""
+    """Return the lines of the report as one page of Markdown; REPORT has all figures."""
     lines = [f"# Bring-up: {' '.join(report['words'])}", "", "| rung | state | minutes | found |", "|---|---|---|---|"]
     for row in report["rows"]:
         minutes = f"{report['rungs'][row['name']]['seconds'] / 60:.1f}"
         lines.append(f"| {row['name']} | {row['state']} | {minutes} | {_cell(row['found'])} |")
     for row in report["rows"]:
-        figures = report["rungs"][row["name"]]["figures"]
         notes = [*row["details"], *([f"next: {row['todo']}"] if row["todo"] else [])]
         notes = [f"proves: {row['expected']}", *notes] if row["state"] == "fine" else notes
-        for level, found in figures.get("levels", {}).items():
-            phases = ", ".join(f"{phase} {_cell(s)}" for phase, s in found.get("seconds", {}).items())
-            notes += [f"level {level}, seconds of the last step: {phases}"] if phases else []
         lines += ["", f"## {row['name']}", "", *(f"- {_cell(note)}" for note in notes)]
-        slowest = {each["group"]: each for each in sorted(figures.get("rows", ()), key=_seconds) if "group" in each}
-        shown = [each for each in figures.get("rows", ()) if each.get("verdict") != "ok" or each in slowest.values()]
-        for cells in (shown, figures.get("mc2")):
-            if cells:
-                columns = [name for name in cells[0] if name != "shape"]
-                lines += ["", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-                lines += [f"| {' | '.join(_cell(cell[name]) for name in columns)} |" for cell in cells]
     return lines
-
-
-def _seconds(row: dict[str, Any]) -> float:
-    return row["seconds"] or 0.0
 
 
 def _cell(value: Any) -> str:

@@ -7,8 +7,6 @@ nodes become one row, so that a node that differs has its own row.
 from __future__ import annotations
 
 import os
-import socket
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median_high
@@ -28,19 +26,13 @@ _FINDING_KEYS = ("name", "state", "where", "expected", "found", "todo")  # keys 
 CLOCK_S = 1.0  # tolerated difference of clocks: times of Ray's heartbeats and of logs are compared between nodes
 
 
-Examination = tuple[Report, list[dict[str, Any]]]  # (the findings, [{address, interface}] of the examined nodes)
-
-
-def check_this_node(node: Node) -> Examination:
+def check_this_node(node: Node) -> Report:
     """Make the checks of this node alone."""
     findings = tuple(finding for row in NODE_ROWS for finding in row.findings(node, npu=node.npu))
-    fault = config_error_text(lambda: node.interface)  # the check of the interface reports it
-    interface = node.interface[0] if fault is None and node.interface else None
-    known = {"address": socket.gethostname(), "interface": interface}
-    return Report(COMMAND, node.run.line, findings), [known]
+    return Report(COMMAND, node.run.line, findings)
 
 
-def check_all_nodes(node: Node, words: Sequence[str]) -> Examination:
+def check_all_nodes(node: Node, words: Sequence[str]) -> Report:
     """Make the checks of all nodes through the Ray of recipe.ray_address; words: the arguments of this command.
 
     If no Ray answers, that is reported as a problem and only this node is checked.
@@ -51,33 +43,25 @@ def check_all_nodes(node: Node, words: Sequence[str]) -> Examination:
     try:
         answer = ray_cluster.ask_nodes(request, ray_cluster.ANSWER_S + NODE_S)
     except ConfigError as fault:
-        (report, known), row = check_this_node(node), ALL_ROWS[0]
+        report, row = check_this_node(node), ALL_ROWS[0]
         missing = Finding(row.name, "problem", "", row.expected, str(fault), row.todo)
-        return replace(report, findings=(missing, *report.findings)), known
+        return replace(report, findings=(missing, *report.findings))
     return check_answer(node, answer)
 
 
-def check_answer(node: Node, answer: Mapping[str, Any]) -> Examination:
+def check_answer(node: Node, answer: Mapping[str, Any]) -> Report:
     """Make the checks of ALL_ROWS on the answer of ray_nodes.py, and join equal findings of several nodes to one."""
     findings = [finding for row in ALL_ROWS for finding in row.findings(node, answer, npu=node.npu)]
-    reports = {place: report for place, one in _nodes_by_place(answer).items() if (report := _node_report(one))}
-    joined = _join_findings({place: found for place, (found, _) in reports.items()})
-    return Report(COMMAND, node.run.line, (*findings, *joined)), [known for _, known in reports.values()]
+    reports = {one["address"]: _node_findings(one) for one in answer["nodes"]}
+    joined = _join_findings({place: found for place, found in reports.items() if found is not None})
+    return Report(COMMAND, node.run.line, (*findings, *joined))
 
 
-def _nodes_by_place(answer: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return the nodes by address, or by address and Ray's id where several nodes have one address."""
-    number = Counter(one["address"] for one in answer["nodes"])
-    unique = {one["address"]: one for one in answer["nodes"] if number[one["address"]] == 1}
-    return unique | {f"{one['address']} ({one['id']})": one for one in answer["nodes"] if number[one["address"]] > 1}
-
-
-def _node_report(node: Mapping[str, Any]) -> tuple[list[Finding], dict[str, Any]] | None:
-    """Return the findings of a node and its {address, interface}; None where it gave no report of this checkout."""
+def _node_findings(node: Mapping[str, Any]) -> list[Finding] | None:
+    """Return the findings of a node; None where it gave no report of this checkout."""
     try:
         report = read_report((node["answer"] or {"output": ""})["output"])
-        findings = [Finding(*map(row.__getitem__, _FINDING_KEYS)) for row in report["rows"]]
-        return findings, {**report["nodes"][0], "address": node["address"]}
+        return [Finding(*map(row.__getitem__, _FINDING_KEYS)) for row in report["rows"]]
     except (ValueError, LookupError, TypeError):
         return None
 
@@ -98,16 +82,18 @@ def _join_findings(reports: Mapping[str, Sequence[Finding]]) -> Iterator[Finding
 def _node_count(node: Node, answer: Mapping[str, Any]) -> Iterator[Result]:
     fault = config_error_text(ray_cluster.check_nodes, node.run, answer["nodes"])
     yield Result(fault is None, fault or f"{len(answer['nodes'])} nodes")
-    for place, one in _nodes_by_place(answer).items():
-        if _node_report(one) is None:
+    for one in answer["nodes"]:
+        if _node_findings(one) is None:
             given = one["answer"] or {"code": "none", "error": f"no answer within {NODE_S} s"}
             lines = given["error"].strip().splitlines() or ["its output is not a report of this version of doctor"]
             todo = f"run it on that node: {our_command('doctor', 'CONFIG', '--this-node')}"
-            yield Result(False, f"exit code {given['code']}: {lines[-1]}", "a report of doctor", todo, "report", place)
+            yield Result(
+                False, f"exit code {given['code']}: {lines[-1]}", "a report of doctor", todo, "report", one["address"]
+            )
 
 
 def _clocks(node: Node, answer: Mapping[str, Any]) -> Iterator[Result]:
-    clocks = {place: one["clock"] for place, one in _nodes_by_place(answer).items() if one["clock"]}
+    clocks = {one["address"]: one["clock"] for one in answer["nodes"] if one["clock"]}
     if not clocks:
         raise NotRunError("no node returned its clock")
     middle = median_high(clock["ahead_s"] for clock in clocks.values())

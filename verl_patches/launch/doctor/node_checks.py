@@ -26,12 +26,12 @@ from verl_patches.errors import config_error_text, our_command
 from verl_patches.patching.report import NOT_RUN, Finding
 from verl_patches.plan.memory_plan import node_host_bytes
 from verl_patches.plan.step_plan import disk_figures
-from verl_patches.platform.npu import INTERFACE_VARIABLES, interface_towards, refuse_loopback, require_interface
+from verl_patches.platform.npu import interface_towards, refuse_loopback, require_interface
 from verl_patches.processes import port_holder
 from verl_patches.run import hccl
 from verl_patches.run.files import DiskNeed, disk_detail, disk_fault, disk_needs
 from verl_patches.shared_files import disk_folder
-from verl_patches.spec import A3, RunSpec
+from verl_patches.spec import RunSpec
 from verl_patches.upstream import versions
 from verl_patches.upstream.pins import load_pins
 
@@ -174,23 +174,12 @@ class NodeCheck:
 
 
 def _versions(node: Node) -> Iterator[Result]:
-    line, trees = node.run.line, node.run.trees
-    findings = versions.compare_pins(line, node.machine, trees=trees).findings
-    other = versions.installed_line(node.machine)
-    if other not in (None, line):
-        if node.npu or not trees.folders:
-            todo = "run this in the image of configs/Dockerfile.a3" if line == A3 else f"run {our_command('setup.sh')}"
-            yield Result(
-                False,
-                f"the packages of line {other}",
-                f"the packages of line {line}",
-                f"keep the installed packages; {todo}",
-            )
-            return
-        own = load_pins().line(line).repositories  # on a CPU only the checkouts of --upstream are of this line
+    findings = versions.compare_pins(node.run.line, node.machine, trees=node.run.trees).findings
+    if node.run.trees.folders and not node.npu:  # on a CPU only the checkouts of --upstream are of this line
+        own = load_pins().line(node.run.line).repositories
         findings = tuple(one for one in findings if one.name in own)
     for one in findings:
-        if one.state != "fine" and one.name != "not supported" and one.where != "config":
+        if one.state != "fine" and one.name != "not supported":
             yield Result(False, one.found, one.expected, one.todo, one.name, one.where, one.state)
     yield Result(True, f"{sum(one.state == 'fine' for one in findings)} packages and sources are as pinned")
 
@@ -231,33 +220,26 @@ def disk_rates(folder: Path, size_bytes: int) -> tuple[float, float]:
         return size_bytes / (written - start), size_bytes / (time.perf_counter() - written)
 
 
-_MEMORY_FILES = (  # (file of the limit, of the use, of statistics, their entry for page cache) of cgroups v2 and v1
-    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
-)
-
-
 def available_bytes(cgroup: Path) -> int:
-    """Return the bytes of memory that this node has left, within the limit of its container where there is one."""
+    """Return the bytes of memory that this node has left, or the limit of its container where that is less."""
     available = psutil.virtual_memory().available
-    for limit, used, parts, cache in _MEMORY_FILES:
-        if (cgroup / limit).is_file() and (most := (cgroup / limit).read_text().strip()) != "max":
-            sizes = dict(line.split() for line in (cgroup / parts).read_text().splitlines())
-            left = int(most) - int((cgroup / used).read_text()) + int(sizes[cache])  # cache is given back when needed
-            return min(available, left)
+    for file in (cgroup / "memory.max", cgroup / "memory" / "memory.limit_in_bytes"):  # control groups v2 and v1
+        if file.is_file() and (text := file.read_text().strip()) != "max":
+            available = min(available, int(text))
     return available
 
 
 def _memory(node: Node) -> Iterator[Result]:
     need = node_host_bytes(node.run, psutil.virtual_memory().total)
-    store, least = need.object_store, need.pinned + need.workers
+    store, whole = need["object_store_bytes"], need["node_bytes"]
+    least = whole - store
     shared, left = shutil.disk_usage("/dev/shm"), available_bytes(node.machine.cgroup)
     found = f"{shared.total / GB:.1f} GB, {shared.free / GB:.1f} GB free"
     todo = "docker run --shm-size 256g, as scripts/start_container.sh sets"
     yield Result(shared.total >= store, found, f"{store / GB:.1f} GB for Ray's object store", todo, "/dev/shm")
-    expected = f"{sum(need) / GB:.1f} GB (modelled): {need.pinned / GB:.1f} by the workers, "
-    expected += f"{need.workers / GB:.1f} for their processes, the rest in /dev/shm"
-    state = "note" if least <= left < sum(need) else ""
+    expected = f"{whole / GB:.1f} GB (modelled): {need['pinned_bytes'] / GB:.1f} by the workers, "
+    expected += f"{need['workers_bytes'] / GB:.1f} for their processes, the rest in /dev/shm"
+    state = "note" if least <= left < whole else ""
     yield Result(left >= least, f"{left / GB:.1f} GB available", expected, name="host", state=state)
 
 
@@ -286,14 +268,7 @@ def _interface(node: Node) -> Iterator[Result]:
         yield Result(bool(up), found, state="note" if up else "")
         return
     name, why = node.interface
-    sources: dict[str, str] = {}  # {interface: the variable or the reason that names it}
-    for variable in INTERFACE_VARIABLES:
-        names = node.machine.environ.get(variable, "").lstrip("=").split(",")
-        sources |= dict.fromkeys(names, variable)
-    sources[name], fault = why, None
-    for interface, source in sources.items():
-        fault = fault or config_error_text(refuse_loopback, node.nodes, interface, source)
-    fault = fault or config_error_text(require_interface, name, why)
+    fault = config_error_text(refuse_loopback, node.nodes, name, why) or config_error_text(require_interface, name, why)
     if fault:
         yield Result(False, fault)
         return
@@ -315,7 +290,7 @@ def _ports(node: Node) -> Iterator[Result]:
 
 
 HOST_ROWS = (
-    NodeCheck("versions", "as `versions` does: packages, commits, edited files, driver, firmware, CANN, variables",
+    NodeCheck("versions", "as `versions` does: packages, commits, edited files, driver, firmware, CANN",
         "configs/upstream.yaml", our_command("versions", "--line", "LINE"), _versions),
     NodeCheck("disk", "free space, and the write and read rate of a temporary file in each folder",
         "space for the files that the run writes", "free space, or choose another folder: recipe.output_root, "

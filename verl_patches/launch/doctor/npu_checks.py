@@ -22,7 +22,6 @@ from verl_patches.platform.npu.npu_tools import (
 )
 
 MIB = 1 << 20
-_BOARD_FIELDS = ("Compatibility", "Software Version", "Firmware Version")
 
 
 def read_npu_smi(node: Node) -> NpuSmi:
@@ -60,29 +59,14 @@ def _memory(node: Node) -> Iterator[Result]:
     least = None
     expected = f"{need / 1e9:.1f} GB free (modelled peak)"
     for die in smi.dies:
-        if die.total_mb is None or die.used_mb is None:
-            yield Result(False, "npu-smi printed no memory figures", name=_die_name(die))
-            continue
-        free = (die.total_mb - die.used_mb) * MIB
+        total, used = die.total_mb or 0, die.used_mb or 0
+        free = (total - used) * MIB
         least = free if least is None else min(least, free)
         if free < need:
-            found = f"{free / 1e9:.1f} GB free of {die.total_mb * MIB / 1e9:.1f}"
+            found = f"{free / 1e9:.1f} GB free of {total * MIB / 1e9:.1f}"
             yield Result(False, found, expected, name=_die_name(die))
     if least is not None and least >= need:
         yield Result(True, f"at least {least / 1e9:.1f} GB free, no process", expected)
-
-
-def _board(node: Node) -> Iterator[Result]:
-    smi = read_npu_smi(node)
-    releases = set()
-    for card in sorted({die.card for die in smi.dies}):
-        text = node.machine.output("npu-smi", "info", "-t", "board", "-i", str(card)) or ""
-        fits, driver, firmware = (field_value(text, name) for name in _BOARD_FIELDS)
-        releases.add(f"driver {driver}, firmware {firmware}")
-        if fits != HEALTH_OK:
-            yield Result(False, f"{fits}: driver {driver}, firmware {firmware}", HEALTH_OK, name=f"card {card}")
-    found = "; ".join(sorted(releases))
-    yield Result(len(releases) == 1, found, "one driver and one firmware on all cards", name="all cards")
 
 
 def _links(node: Node) -> Iterator[Result]:
@@ -132,8 +116,6 @@ NPU_ROWS = (
     NodeCheck("npu health", "npu-smi info", "every die OK", "npu-smi info -t health -i CARD; dmesg", _health),
     NodeCheck("npu memory", "npu-smi info, memory and processes of each die", "free memory for the run's modelled peak",
         "npu-smi info names the processes; end them on the host", _memory),
-    NodeCheck("npu firmware", "npu-smi info -t board -i CARD", "Compatibility OK",
-        "install driver and firmware of one release, then reboot the host", _board),
     NodeCheck("npu links", "npu-smi info -t hccs; hccn_tool -ip, -link, -net_health of each die",
         "HCCS OK; a port with an address is UP and healthy", "hccn_tool -i DIE -link_stat -g", _links),
 )  # fmt: skip

@@ -3,7 +3,7 @@
     place RANK NODES HEAD INTERFACE PORT HOST...  print the addresses by which others reach this node and Ray's head
     ports ADDRESS PORT=SERVICE...                 check that all are free; a taken one is named with its process
     preload                                       print Ray's LD_PRELOAD, and on stderr what would stop or slow Ray
-    wait HEAD:PORT JOB NODES LIMIT_S PORT HOST... wait until all nodes of the job are in Ray; the missing ones are named
+    wait HEAD:PORT JOB NODES LIMIT_S HOST...      wait until all nodes of the job are in Ray; the missing ones are named
 
 Answers are on standard output. After a failure a sentence is on stderr, and the exit code is 2 for wrong use or an
 obstacle, else 1.
@@ -38,7 +38,7 @@ def node_addresses(
     if not head:
         if nodes > 1:
             raise ConfigError("the address of Ray's head is unknown: set MASTER_ADDR, or give the job's hosts")
-        head = _interface_address(interface) if interface else _any_address()
+        head = _interface_address(interface) if interface else LOOPBACK[0]
     if rank == 0:
         address = _reachable_address(head, interface, "".join(hosts[1:2]), port) if nodes > 1 else _resolve_host(head)
         if not _is_own_address(address):
@@ -104,13 +104,6 @@ def _own_addresses() -> str:
     return ", ".join(address for addresses in _own_interfaces().values() for address in addresses) or "no address"
 
 
-def _any_address() -> str:
-    own = [
-        address for addresses in _own_interfaces().values() for address in addresses if not address.startswith("127.")
-    ]
-    return own[0] if own else "127.0.0.1"
-
-
 def _interface_address(interface: str) -> str:
     """Return the IPv4 address of an interface of this node."""
     own = _own_interfaces()
@@ -138,36 +131,15 @@ def require_free_ports(address: str, services: Mapping[int, str]) -> None:
         raise ConfigError(f"{'; '.join(taken)}. End that process, or give other ports (ports.gcs, ports.first)")
 
 
-def missing_nodes(
-    job: str, nodes: int, port: int, hosts: Sequence[str], known: Sequence[Mapping[str, Any]]
-) -> dict[int, str]:
+def missing_nodes(job: str, nodes: int, hosts: Sequence[str], known: Sequence[Mapping[str, Any]]) -> dict[int, str]:
     """Return {rank: the node and why it is not in Ray}; known: the nodes that Ray's head knows."""
     job_nodes = [node for node in known if node["job"] == job]
-    alive = {node["rank"] for node in job_nodes if node["alive"]}
-    dead = {node["rank"]: node for node in job_nodes if not node["alive"]}
+    joined, alive = {node["rank"] for node in job_nodes}, {node["rank"] for node in job_nodes if node["alive"]}
     missing = {}
     for rank in sorted(set(range(nodes)) - alive):
-        if rank in dead:
-            address = dead[rank]["address"]
-            missing[rank] = f"node {rank} ({address}) had joined, then its raylet ended or lost the network"
-        elif hosts:
-            fault = _connection_fault(hosts[rank], port)
-            why = f"no raylet at port {port}: {fault}"
-            if not fault:
-                why = f"the raylet at port {port} belongs to another Ray cluster"
-            missing[rank] = f"node {rank} ({hosts[rank]}): {why}"
-        else:
-            missing[rank] = f"node {rank} never joined"
+        why = "had joined, then its raylet ended or lost the network" if rank in joined else "never joined"
+        missing[rank] = f"node {rank}{f' ({hosts[rank]})' if hosts else ''} {why}"
     return missing
-
-
-def _connection_fault(host: str, port: int) -> str:
-    """Return why a connection to HOST:PORT fails; empty where it works."""
-    try:
-        with socket.create_connection((host, port), timeout=3.0):
-            return ""
-    except OSError as error:
-        return error.strerror or str(error) or type(error).__name__
 
 
 def _answer_question(question: str, words: Sequence[str]) -> str:
@@ -181,10 +153,10 @@ def _answer_question(question: str, words: Sequence[str]) -> str:
         sys.stderr.writelines(f"{note}\n" for note in start_notes(os.environ, npu=True))
         return ld_preload(os.environ)
     if question == "wait":
-        address, job, nodes, limit_s, port, *hosts = words
+        address, job, nodes, limit_s, *hosts = words
         request = {"address": address, "job": job, "nodes": int(nodes), "limit_s": float(limit_s)}
         known = ask_nodes(request, float(limit_s) + CALL_S)["nodes"]
-        if missing := missing_nodes(job, int(nodes), int(port), hosts, known):
+        if missing := missing_nodes(job, int(nodes), hosts, known):
             text = "; ".join(missing.values())
             raise RecipeError(f"{len(missing)} of {nodes} nodes of job {job} did not join Ray in {limit_s} s: {text}")
     return ""

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from string import Template
-from textwrap import indent
 from typing import Any
 
 from verl_patches.errors import ConfigError
@@ -91,11 +89,9 @@ def job_values(job: Job, source: str) -> str:
         "user": job.ssh.user or "",
         "srun_options": srun,
         "secrets": job.secrets,
-        "env_file": job.env_file or "",
         "variables": [f"{name}={value}" for name, value in job.env.items()],
         "dropped": sorted({*DROPPED_VARIABLES} - {PATCHES_VAR}),
         "gcs": job.ports.gcs,
-        "first_port": job.ports.first,
         "head_ports": _service_ports(job, is_head=True),
         "node_ports": _service_ports(job, is_head=False),
         "head_options": _ray_options(job, is_head=True),
@@ -110,11 +106,8 @@ def job_values(job: Job, source: str) -> str:
 
 
 def _quoted(value: str | int | list[str]) -> str:
-    """Return a value quoted for bash: a text with an apostrophe in double quotes, where they change nothing."""
-    if isinstance(value, list):
-        return f"({' '.join(map(_quoted, value))})"
-    text = str(value)
-    return f'"{text}"' if "'" in text and not re.search(r'["$`\\!]', text) else shlex.quote(text)
+    """Return a value quoted for bash."""
+    return f"({shlex.join(value)})" if isinstance(value, list) else shlex.quote(str(value))
 
 
 def _service_ports(job: Job, is_head: bool) -> list[str]:
@@ -151,19 +144,18 @@ def kubernetes_file(job: Job, scripts: Mapping[str, str]) -> str:
     metadata = {"name": job.name, "namespace": kubernetes.namespace, "labels": labels}
     group: dict[str, Any] = {"apiVersion": "scheduling.volcano.sh/v1beta1", "kind": "PodGroup", "metadata": metadata}
     group["spec"] = {"minMember": job.nodes, "queue": kubernetes.queue}  # Volcano starts all of its pods or none
-    memory_gib = kubernetes.memory_gib or (
-        kubernetes.pinned_gib + kubernetes.shared_memory_gib + job.dies * kubernetes.worker_gib
-    )
     device = kubernetes.device if job.device == "NPU" else "nvidia.com/gpu"
     env: list[dict[str, Any]] = [{"name": "MASTER_ADDR", "value": f"{job.name}-0.{job.name}"}]
     for name in job.secrets:
         env.append({"name": name, "valueFrom": {"secretKeyRef": {"name": kubernetes.secret, "key": name}}})
-    mounts, volumes = [], []
-    own = {path: path for path in DRIVER_PATHS} if job.device == "NPU" else {}
-    for number, (path, mount) in enumerate({**own, **job.volumes}.items()):
+    shared = {"medium": "Memory", "sizeLimit": f"{kubernetes.shared_memory_gib}Gi"}
+    own = {"shm": "/dev/shm", "scripts": "/scripts"}
+    mounts = [{"name": name, "mountPath": path, "readOnly": False} for name, path in own.items()]
+    volumes = [{"name": "shm", "emptyDir": shared}, {"name": "scripts", "configMap": {"name": job.name}}]
+    driver = {path: path for path in DRIVER_PATHS} if job.device == "NPU" else {}
+    for number, (path, mount) in enumerate({**driver, **job.volumes}.items()):
         volumes.append({"name": f"host-{number}", "hostPath": {"path": path}})
-        read_only = {} if path in job.volumes else {"readOnly": True}
-        mounts.append({"name": f"host-{number}", "mountPath": mount, **read_only})
+        mounts.append({"name": f"host-{number}", "mountPath": mount, "readOnly": path in driver})
     values = {
         "metadata": metadata,
         "labels": labels,
@@ -173,12 +165,11 @@ def kubernetes_file(job: Job, scripts: Mapping[str, str]) -> str:
         "scheduler": "volcano" if kubernetes.queue else "default-scheduler",
         "image": job.image,
         "env": env,
-        "sizes": {"cpu": str(kubernetes.cpus), "memory": f"{memory_gib}Gi", device: str(job.dies)},
-        "shared_memory": f"{kubernetes.shared_memory_gib}Gi",
+        "sizes": {"cpu": str(kubernetes.cpus), "memory": f"{kubernetes.memory_gib}Gi", device: str(job.dies)},
+        "mounts": mounts,
+        "volumes": volumes,
+        "scripts": scripts,
     }
     texts = {name: json.dumps(value) for name, value in values.items()}
-    texts |= {name.replace(".", "_"): indent(text, "    ").rstrip("\n") for name, text in scripts.items()}
     texts["pod_group"] = f"{json.dumps(group)}\n---" if kubernetes.queue else ""
-    for name, entries, spaces in (("mounts", mounts, 12), ("volumes", volumes, 8)):
-        texts[name] = indent("\n".join(f"- {json.dumps(entry)}" for entry in entries), " " * spaces)
     return Template((TEMPLATES / "kubernetes.yaml").read_text()).substitute(texts, job_name=f"job {job.name}")

@@ -194,10 +194,10 @@ def unstarted_ranks_text(processes: Sequence[SeenProcess], world: int) -> str:
     return "; ".join(texts)
 
 
-def start_progress(processes: Sequence[SeenProcess], world: int) -> tuple[int, str]:
-    """Return (ranks that have started, text with what they do); the text is "" once a step has begun."""
+def start_progress(processes: Sequence[SeenProcess], world: int) -> str:
+    """Return as text how many ranks have started, and what they do; "" once a step has begun."""
     if any(seen.beat.rank is None and seen.beat.step for seen in processes):
-        return world, ""
+        return ""
     doing = Counter(
         _START_ACTIVITIES.get(seen.beat.call, seen.beat.place) for seen in processes if seen.beat.rank is not None
     )
@@ -207,7 +207,7 @@ def start_progress(processes: Sequence[SeenProcess], world: int) -> tuple[int, s
         last = min(reading, key=lambda seen: seen.beat.disk_bytes)
         total = size_text(sum(seen.beat.disk_bytes for seen in reading))
         places += f"; {total} of weights read, by {last.where} {size_text(last.beat.disk_bytes)}"
-    return doing.total(), f"{begun}: {places}" if places else begun
+    return f"{begun}: {places}" if places else begun
 
 
 def _idle_controller(controller: SeenProcess | None, ranks: Sequence[SeenProcess]) -> list[SeenProcess]:

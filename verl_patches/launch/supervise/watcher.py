@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
-import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +41,6 @@ LOST_S = 60.0  # without an answer a node is lost; Ray's own health check takes 
 AGENT_S = 20.0  # from a failure of a node's agent to the first call of the next one
 ASK_S = 20.0  # limit of the calls that ask nodes for stacks, or for their processes or their end when a run ends
 RECORD_FILE, STACKS_FOLDER = "watch.json", "stacks"
-DEVICE_FAULT, COLLECTIVE_FAULT = "device", "collective"
 _RAISING_PROCESS = re.compile(r"\(pid=(\d+), ip=([^,()\s]+)")
 # Ascend's Error Code list of PyTorch: ERR**100 is a failed call of ACL, ERR**200 one of HCCL; EI0002 and EI0006 are
 # time limits of HCCL, of an operation and of a connection, which torch_npu may report as an error of the device
@@ -51,22 +50,17 @@ _DEVICE_ERROR = re.compile(r"\bERR\d\d100\b|NPU (?:function )?error\b")
 
 
 class Watcher:
-    """Watch a run of `world` ranks, whose record is in `folder`.
+    """Watch a run of `world` ranks, whose record is in `folder`. say(text): gets the progress of the start."""
 
-    stops: whether a stall ends the run, or is only logged and recorded, once. say(text): gets the progress of the
-    start.
-    """
-
-    def __init__(self, folder: Path, bounds: Bounds, world: int, stops: bool = True, say: Callable = lambda text: None):
+    def __init__(self, folder: Path, bounds: Bounds, world: int, say: Callable = lambda text: None):
         import ray
 
-        self._record_folder, self._bounds, self._world, self._stops = folder, bounds, world, stops
+        self._record_folder, self._bounds, self._world = folder, bounds, world
         self._heartbeat_folder, self._own_node = heartbeat_folder(), ray.get_runtime_context().get_node_id()
         self._remote_nodes: dict[str, _RemoteNode] = {}
         self._address = ""  # the address of the driver's node
         self._checked = self._listed = 0.0
-        self._recorded = False
-        self._say, self._start, self._say_at = say, (0, ""), 0.0
+        self._say, self._said, self._say_at = say, "", 0.0
 
     def check(self) -> None:
         """Check the run, at most once in CHECK_EVERY_S; raise a StallError or LostNodeError that names the culprit."""
@@ -81,16 +75,14 @@ class Watcher:
             other.poll()
         self._refuse_lost_nodes()
         processes = self.processes()
-        start = start_progress(processes, self._world)
-        goes_on = start != self._start and start[0] >= self._start[0]  # a look can miss records that are being written
-        if not start[1]:
-            self._start = self._world + 1, ""  # a step has begun, so nothing more is said of the start
-        elif goes_on and now >= self._say_at:
-            self._start, self._say_at = start, now + SAY_EVERY_S
-            self._say(start[1])
+        text = start_progress(processes, self._world)
+        if not text:
+            self._say_at = math.inf  # a step has begun, so nothing more is said of the start
+        elif text != self._said and now >= self._say_at:
+            self._said, self._say_at = text, now + SAY_EVERY_S
+            self._say(text)
         stall = find_stall(processes, self._bounds, self._world)
-        if stall is not None and not self._recorded:
-            self._recorded = True
+        if stall is not None:
             self._report_stall(stall)
 
     def processes(self) -> list[SeenProcess]:
@@ -105,7 +97,7 @@ class Watcher:
         """Raise LostNodeError in place of `error`, which ended the run, where a node with ranks is lost.
 
         The record names processes that have ended, with their nodes, or else the rank that raised an error of its
-        device or of a collective. Ranks that had not started are in the log.
+        device. Ranks that had not started are in the log.
         """
         self._list_nodes()
         self._refuse_lost_nodes(error)
@@ -119,8 +111,8 @@ class Watcher:
             log.warning("watch: at the failed start: %s", late)
         if gone := [seen for seen in processes if seen.state == "gone"]:
             self._record(gone, f"{', '.join(seen.where for seen in gone)} ended", [])
-        elif (kind := fault_kind(str(error))) and (raised := self._raising_rank(str(error))):
-            self._record([raised], f"{raised.where} raised a {kind} error", [], kind)
+        elif is_device_error(str(error)) and (raised := self._raising_rank(str(error))):
+            self._record([raised], f"{raised.where} raised an error of its device", [])
 
     def close(self, failed: bool) -> None:
         """Remove the heartbeats on every node; of a run that failed, first kill its remaining processes.
@@ -163,36 +155,25 @@ class Watcher:
             other.lost = name not in alive
 
     def _refuse_lost_nodes(self, error: BaseException | None = None) -> None:
-        for address, node_ranks, how in self._lost_nodes(own=error is not None):
+        for address, node_ranks, how in self._lost_nodes():
             ranks = ", ".join(seen.beat.name for seen in node_ranks)
             place = next((seen.beat.place for seen in node_ranks if seen.beat.place), "no call")
             text = f"node {address} with {ranks} is lost: {how}; its ranks were last seen in {place}"
-            if error is not None or self._stops:
-                self._record(node_ranks, text, [])
-                raise LostNodeError(text) from error
-            if not self._recorded:
-                self._recorded = True
-                self._record(node_ranks, text, [])
-                log.warning("watch: %s", text)
+            self._record(node_ranks, text, [])
+            raise LostNodeError(text) from error
 
-    def _lost_nodes(self, own: bool) -> Iterator[tuple[str, list[SeenProcess], str]]:
-        """Yield (address, processes, reason) of each lost node with ranks; of the driver's `own` node too, if asked."""
+    def _lost_nodes(self) -> Iterator[tuple[str, list[SeenProcess], str]]:
+        """Yield (address, processes, reason) of each lost node with ranks."""
         for other in self._remote_nodes.values():
             if other.seen and other.is_lost:
                 how = "Ray's head has lost it" if other.lost else f"no answer for {other.unanswered_s():.0f} s"
                 yield other.address, other.seen, how
-        here = [seen for seen in self._own_processes() if seen.beat.rank is not None]
-        if own and here and (ended := _raylet_end_text()):
-            yield self._address, here, ended
 
     def _report_stall(self, stall: Stall) -> None:
-        asked = [*stall.culprits, *stall.waiting]  # a stopped process would have to be continued to write its stack
-        files = self._write_stacks([seen for seen in asked if self._stops or seen.state[:1] not in node.STOPPED_STATES])
+        files = self._write_stacks([*stall.culprits, *stall.waiting])
         text = stall.sentence + (f". Python stacks: {', '.join(files)}" if files else "")
         self._record(stall.culprits, text, files)
-        if self._stops:
-            raise StallError(text)
-        log.warning("watch: %s", text)
+        raise StallError(text)
 
     def _write_stacks(self, asked: Sequence[SeenProcess]) -> list[str]:
         """Return the files of these processes' Python stacks, below the run's folder."""
@@ -209,14 +190,12 @@ class Watcher:
                 files.append(str(file))
         return files
 
-    def _record(
-        self, culprits: Sequence[SeenProcess], sentence: str, files: Sequence[str], kind: str | None = None
-    ) -> None:
+    def _record(self, culprits: Sequence[SeenProcess], sentence: str, files: Sequence[str]) -> None:
         entries = [
             {"name": seen.beat.name, "pid": seen.beat.pid, "host": seen.host, "node": seen.node} for seen in culprits
         ]
         record: dict[str, Any] = {"sentence": sentence, "culprits": entries, "stacks": list(files)}
-        record |= {"watched_on": socket.gethostname(), "raised": kind}
+        record["watched_on"] = socket.gethostname()
         _write_file(self._record_folder / RECORD_FILE, json.dumps(record, indent=1) + "\n")
 
 
@@ -230,32 +209,14 @@ def _write_file(file: Path, text: str) -> bool:
     return True
 
 
-def _raylet_end_text() -> str | None:
-    """Return how this node's raylet has ended, which ends all of Ray's processes here; None while it answers."""
-    import ray
-
-    here = ray._private.worker.global_worker.node
-    for kind, process in here.dead_processes():  # among the processes that this one has started
-        if kind == "raylet":
-            code = process.returncode
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-            return f"its raylet (pid {process.pid}) {how}"
-    with socket.socket(socket.AF_UNIX) as connection:
-        try:
-            connection.connect(here.raylet_socket_name)
-        except OSError:
-            return "its raylet has ended"
-    return None
+def is_collective_error(text: str) -> bool:
+    """Return whether an error is one of a collective, which the rank that raised it need not have caused."""
+    return _COLLECTIVE_ERROR.search(text) is not None
 
 
-def fault_kind(text: str) -> str | None:
-    """Return DEVICE_FAULT or COLLECTIVE_FAULT for such an error, else None.
-
-    The rank that raises an error of a collective has noticed a fault; it need not have caused it.
-    """
-    if _COLLECTIVE_ERROR.search(text):
-        return COLLECTIVE_FAULT
-    return DEVICE_FAULT if _DEVICE_ERROR.search(text) else None
+def is_device_error(text: str) -> bool:
+    """Return whether an error is one of a device, and not of a collective."""
+    return _DEVICE_ERROR.search(text) is not None and not is_collective_error(text)
 
 
 class _RemoteNode:

@@ -28,8 +28,8 @@ from verl_patches.values import leaves
 class Setting(NamedTuple):
     """Explain one key of a configuration: its value, the arguments it becomes, and why.
 
-    `how`: mapped (to `arguments`), fixed (always `arguments`), verl's own or our own (no argument), with KEY (part of
-    that row's arguments), refused (`why` is the reason).
+    `how`: mapped (to `arguments`), fixed (always `arguments`), verl's own (no argument), with KEY (part of that row's
+    arguments), refused (`why` is the reason).
     """
 
     key: str
@@ -149,22 +149,21 @@ def _refusal(key: str, value: Any, why: str) -> Setting:
 
 Get = Callable[[str], Any]
 _A, _O, _R, _M = "actor.megatron.", "actor.optim.", "recipe.train.", "model.gradient_checkpointing_kwargs."
-SECTIONS = ("actor.megatron", "actor.optim", "ref.megatron", "model.gradient_checkpointing_kwargs", "recipe.train")
+SECTIONS = ("actor.megatron", "actor.optim", "model.gradient_checkpointing_kwargs")
 
 
 class Key(NamedTuple):
     """Say how `key` of a configuration is mapped; `target` is an argument, or function(value, get) -> arguments.
 
     how: value (`target` VALUE), switch (`target` if true), convert (the function; its ConfigError is the reason of a
-    refusal), verl (read by verl), ours (read by our patches), with (another key's conversion reads it), same (must
-    equal the actor's), only (`target` is the tuple of accepted values; others are refused with `why`).
+    refusal), verl (verl's own), with (another key's conversion reads it), only (`target` is the tuple of accepted
+    values; others are refused with `why`).
     """
 
     key: str
     how: str
     target: Any
     why: str
-    default: Any = None
 
 
 def _expert_args(ep: int, get: Get) -> list[str]:
@@ -222,8 +221,6 @@ def _recompute_args(on: bool, get: Get) -> list[str]:
     if not values["granularity"]:
         raise ConfigError("activations_checkpoint_granularity must be full or selective")
     number, stages = values["num_layers"], get(_A + "pipeline_model_parallel_size")
-    if number == "auto":
-        raise ConfigError("activations_checkpoint_num_layers is auto: the memory plan must replace it by a number")
     if values["granularity"] == "full" and number is None:
         raise ConfigError("activations_checkpoint_num_layers must be a number of layers, one for each stage, or auto")
     if isinstance(number, list):  # start.py gives each rank the number of its own stage
@@ -255,20 +252,7 @@ def _swap_args(on: bool, get: Get) -> list[str]:
             "the states are on the host already, and verl's optimizer_offload looks for them on the device: "
             "set actor.megatron.optimizer_offload=false"
         )
-    if on and not get("actor.megatron.use_distributed_optimizer"):
-        raise ConfigError(
-            "MindSpeed's optimizer swap needs the distributed optimizer: "
-            "set actor.megatron.use_distributed_optimizer=true"
-        )
     return ["--swap-optimizer"] if on else []
-
-
-def _bucket_args(parameters: int | None, get: Get) -> list[str]:
-    if parameters is None:
-        return []
-    if not get("recipe.train.overlap_grad_reduce"):
-        raise ConfigError("without recipe.train.overlap_grad_reduce=true all gradients are one bucket: remove this key")
-    return ["--ddp-bucket-size", str(parameters)]
 
 
 def _schedule_args(style: str, get: Get) -> list[str]:
@@ -300,7 +284,7 @@ def _none_as_null(value: Any) -> Any:
 
 _UNMAPPED_REMEDY = "remove it, or map it in model/mindspeed/arguments.py"
 _PHASES_REASON = "verl moves it between phases (verl/workers/megatron_workers.py)"
-_FUSED_REASON = "MindSpeed's fused kernel; null means on"
+_FUSED_REASON = "MindSpeed's fused kernel"
 _DCP_REASON = "must be off, as Megatron 0.8.0's distributed checkpoint does not support MindSpeed's stacked experts"
 _RECIPE_REASON = "must be empty, as MindSpeed-LLM does not read it; use recipe.train and gradient_checkpointing_kwargs"
 
@@ -319,9 +303,7 @@ TABLE: tuple[Key, ...] = (
     Key(_A + "sequence_parallel", "convert", _sequence_parallel_args, "no effect at TP 1, required above"),
     Key(_A + "use_distributed_optimizer", "switch", "--use-distributed-optimizer", "optimizer states split over DP"),
     Key(_A + "param_offload", "verl", None, _PHASES_REASON),
-    Key(_A + "grad_offload", "same", _A + "param_offload",
-        "verl 54c9b736 moves gradients with parameters "
-        "(_is_offload_grad of verl.workers.megatron_workers.ActorRolloutRefWorker is never read)"),
+    Key(_A + "grad_offload", "verl", None, "verl 54c9b736 never reads it: gradients move with parameters"),
     Key(_A + "optimizer_offload", "verl", None, _PHASES_REASON),
     Key(_A + "use_dist_checkpointing", "only", (False,), _DCP_REASON),
     Key(_A + "dist_checkpointing_path", "only", (None,), _DCP_REASON),
@@ -344,46 +326,28 @@ TABLE: tuple[Key, ...] = (
     Key("rollout.prompt_length", "with", "rollout.response_length", ""),
     Key(_R + "layers_per_stage", "convert", _layer_list_args, "uneven pipeline stages; null splits evenly"),
     Key(_R + "expert_split", "with", _A + "expert_model_parallel_size", ""),
-    Key(_R + "routing_replay", "ours", None, "experts of an earlier pass are selected again", None),
-    Key(_R + "skip_old_log_prob", "ours", None, "the update takes its own log-probs as the old ones", False),
-    Key(_R + "importance_ratio", "ours", None, "by token or sequence (step/log_probs/policy_update.py)", "token"),
     Key(_R + "swap_optimizer", "convert", _swap_args, "optimizer states live on the host"),
-    Key(_R + "swap_optimizer_times", "value", "--swap-optimizer-times", "pieces that states are swapped in", 16),
-    Key(_R + "max_skipped_steps", "ours", None, "most in a row, for NaN gradients (worker/step_guard.py)", 3),
-    Key(_R + "use_fused_rmsnorm", "switch", "--use-fused-rmsnorm", _FUSED_REASON, True),
-    Key(_R + "use_fused_swiglu", "switch", "--use-fused-swiglu", _FUSED_REASON, True),
-    Key(_R + "use_fused_rotary_pos_emb", "switch", "--use-fused-rotary-pos-emb", _FUSED_REASON, True),
+    Key(_R + "swap_optimizer_times", "value", "--swap-optimizer-times", "pieces that states are swapped in"),
+    Key(_R + "use_fused_rmsnorm", "switch", "--use-fused-rmsnorm", _FUSED_REASON),
+    Key(_R + "use_fused_swiglu", "switch", "--use-fused-swiglu", _FUSED_REASON),
+    Key(_R + "use_fused_rotary_pos_emb", "switch", "--use-fused-rotary-pos-emb", _FUSED_REASON),
     Key(_R + "use_fused_moe_token_permute_and_unpermute", "switch", "--use-fused-moe-token-permute-and-unpermute",
-        _FUSED_REASON, True),
+        _FUSED_REASON),
     Key(_R + "gradient_accumulation_fusion", "convert", _linear_wgrad_args,
-        "linear layers add their weight gradients to fp32 main_grad in the product's kernel (npu_matmul_add_fp32)",
-        False),
+        "linear layers add their weight gradients to fp32 main_grad in the product's kernel (npu_matmul_add_fp32)"),
     Key(_R + "gemm_gradient_accumulation_fusion", "switch", "--gemm-gradient-accumulation-fusion",
-        "the same for grouped experts (npu_groupmatmul_add_fp32)", False),
+        "the same for grouped experts (npu_groupmatmul_add_fp32)"),
     Key(_R + "unpadded_attention", "switch", "--mla-fa-without-pad",
-        "values keep v_head_dim; otherwise query, key and value are padded to a multiple of 128, 256 at 671B", False),
-    Key(_R + "moe_alltoall_overlap_comm", "switch", "--moe-alltoall-overlap-comm", "expert exchange beside computation",
-        False),
-    Key(_R + "overlap_grad_reduce", "switch", "--overlap-grad-reduce", "reductions in backward (worker/models.py)",
-        False),
-    Key(_R + "ddp_bucket_size", "convert", _bucket_args,
-        "parameters in one reduction; null: 40e6, or 1e6 x DP if more"),
+        "values keep v_head_dim; otherwise query, key and value are padded to a multiple of 128, 256 at 671B"),
+    Key(_R + "moe_alltoall_overlap_comm", "switch", "--moe-alltoall-overlap-comm", "the experts' exchange overlaps"),
     Key(_R + "distributed_timeout_minutes", "value", "--distributed-timeout-minutes",
-        "timeout of torch.distributed and of every group; verl's worker sets none at this commit", 30),
+        "timeout of torch.distributed and of every group; verl's worker sets none at this commit"),
     Key(_R + "moe_router_bias_update_rate", "value", "--moe-router-bias-update-rate",
-        "0 leaves the model's correction bias alone", 0.0),
-    Key(_R + "balanced_routing", "switch", "--fix-router", "equally many tokens an expert: speed runs only", False),
-    Key(_R + "adam_beta1", "value", "--adam-beta1", "", 0.9),
-    Key(_R + "adam_beta2", "value", "--adam-beta2", "", 0.999),
-    Key(_R + "adam_eps", "value", "--adam-eps", "", 1e-8),
-    *(Key(f"ref.megatron.{name}", "same", f"{_A}{name}", "actor and reference share one process and its arguments")
-      for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
-                   "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
-                   "sequence_parallel", "seed", "override_transformer_config")),
-    Key("ref.megatron.param_offload", "verl", None, _PHASES_REASON),
-    Key("ref.megatron.use_distributed_optimizer", "verl", None, "the reference has no optimizer"),
-    Key("ref.megatron.use_dist_checkpointing", "only", (False,), _DCP_REASON),
-    Key("ref.megatron.dist_checkpointing_path", "only", (None,), _DCP_REASON),
+        "0 leaves the model's correction bias alone"),
+    Key(_R + "balanced_routing", "switch", "--fix-router", "equally many tokens an expert: speed runs only"),
+    Key(_R + "adam_beta1", "value", "--adam-beta1", ""),
+    Key(_R + "adam_beta2", "value", "--adam-beta2", ""),
+    Key(_R + "adam_eps", "value", "--adam-eps", ""),
 )  # fmt: skip
 ENGINE_ARGUMENTS = (
     (("--micro-batch-size", "1"), "verl makes the micro batches"),
@@ -403,15 +367,10 @@ def engine_settings(section: Any, recipe: Recipe, hf_config: Mapping[str, Any] |
     values = OmegaConf.to_container(section, resolve=True) if OmegaConf.is_config(section) else section
     values = {**values, "recipe": asdict(recipe)}
     given = dict(leaves(values, ends=lambda key: key.endswith("override_transformer_config")))
-    defaults = {row.key: row.default for row in TABLE}
-
-    def get(key: str) -> Any:
-        value = given.get(key)
-        return defaults.get(key) if value is None else value
-
-    rows = [_engine_setting(row, get) for row in TABLE]
+    rows = [_engine_setting(row, given.get) for row in TABLE]
+    known = {row.key for row in TABLE}
     prefixes = tuple(f"{section}." for section in SECTIONS)
-    unknown = {key: value for key, value in given.items() if key.startswith(prefixes) and key not in defaults}
+    unknown = {key: value for key, value in given.items() if key.startswith(prefixes) and key not in known}
     rows += [_refusal(*item, f"unknown key; {_UNMAPPED_REMEDY}") for item in unknown.items()]
     rows += [Setting("always", None, "fixed", arguments, why) for arguments, why in ENGINE_ARGUMENTS]
     return rows + (model_settings(hf_config) if hf_config is not None else [])
@@ -423,14 +382,8 @@ def _engine_setting(row: Key, get: Get) -> Setting:
     def setting(how: str, *arguments: str, why: str = row.why) -> Setting:
         return Setting(row.key, value, how, arguments, why)
 
-    elsewhere = {"with": f"with {row.target}", "verl": "verl's own", "ours": "our own"}
-    if row.how in elsewhere:
-        return setting(elsewhere[row.how])
-    if row.how == "same":
-        actors = get(row.target)
-        if _none_as_null(value) in (None, _none_as_null(actors)):
-            return setting(f"with {row.target}")
-        return setting("refused", why=f"must equal {row.target}, {actors!r}: {row.why}")
+    if row.how in ("with", "verl"):
+        return setting(f"with {row.target}" if row.how == "with" else "verl's own")
     if row.how == "only":
         return setting("mapped", why=f"a supported value ({row.why})") if value in row.target else setting("refused")
     if row.how == "convert":

@@ -21,9 +21,6 @@ _ROUTER_BUFFERS = ("expert_bias", "local_tokens_per_expert")
 class MLATransformerConfig:
     """Stand in for the class that verl names in annotations; MLA's sizes are arguments of MindSpeed-LLM on line a3."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        raise NotImplementedError("Megatron core_r0.8.0 has no MLATransformerConfig; line a3 uses MindSpeed-LLM's MLA")
-
 
 def add_padded_lengths(original: type) -> type:
     """Return PackedSeqParams with two more fields, which verl sets to the values of cu_seqlens_q and cu_seqlens_kv."""
@@ -31,17 +28,12 @@ def add_padded_lengths(original: type) -> type:
     return dataclasses.make_dataclass(original.__name__, added, bases=(original,))
 
 
-def refuse_to_save_deepseekv3(get_weight_saver: Any) -> Any:
-    """Wrap verl's `get_weight_saver` so that DeepSeek-V3's saver raises when it is called."""
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError(
-            "verl has no weight saver for DeepSeek-V3 on Megatron core_r0.8.0: remove hf_model from checkpoint.contents"
-        )
+def without_deepseekv3_saver(get_weight_saver: Any) -> Any:
+    """Wrap verl's `get_weight_saver`: None for DeepSeek-V3, for which verl has no saver on Megatron core_r0.8.0."""
 
     @functools.wraps(get_weight_saver)
     def get(arch: str) -> Any:
-        return refuse if arch == "DeepseekV3ForCausalLM" else get_weight_saver(arch)
+        return None if arch == "DeepseekV3ForCausalLM" else get_weight_saver(arch)
 
     return get
 

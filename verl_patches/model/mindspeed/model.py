@@ -40,21 +40,15 @@ from verl_patches.platform.npu import attention
 
 
 def config_from_arguments(hf_config: Any, dtype: torch.dtype, **overrides: Any):
-    """Return the TransformerConfig of the model that the engine was started for; `hf_config` and `dtype` must match it.
+    """Return the TransformerConfig of the model that the engine was started for.
 
-    Removes fp8 and MTP entries from `hf_config` in place (layout/model_folder.py). Raises ConfigError for another model
-    or dtype. `overrides` is always empty: engine start refuses them.
+    Removes fp8 and MTP entries from `hf_config` in place (layout/model_folder.py). Raises ConfigError for another
+    dtype; model/checks.py compares the sizes of a value model. `overrides` is always empty: engine start refuses them.
     """
     edit_for_training(hf_config)
     args = get_args()
     if dtype != args.params_dtype:
         raise ConfigError(f"dtype is {dtype}; expected {args.params_dtype}, for which Megatron was started")
-    same = {"hidden_size": args.hidden_size, "num_hidden_layers": args.num_layers, "rope_theta": args.rotary_base}
-    same |= {"n_routed_experts": args.num_experts, "vocab_size": args.padded_vocab_size, "tie_word_embeddings": False}
-    for key, expected in {**same, "max_position_embeddings": args.max_position_embeddings}.items():
-        if getattr(hf_config, key) != expected:
-            found = getattr(hf_config, key)
-            raise ConfigError(f"HF config: {key} is {found}; expected {expected}, for which Megatron was started")
     config = core_transformer_config_from_args(args)
     config.pipeline_dtype = config.params_dtype
     return config

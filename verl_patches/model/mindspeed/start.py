@@ -35,8 +35,7 @@ from verl_patches.layout.model_folder import read_config
 from verl_patches.model.mindspeed.arguments import command_line_arguments, engine_settings
 from verl_patches.patching import engine
 from verl_patches.platform import as_npu
-from verl_patches.platform.npu import VISIBLE_DEVICES, check_visible_die
-from verl_patches.platform.npu.cores import bind_cores
+from verl_patches.platform.npu import check_visible_die
 from verl_patches.platform.npu.groups import small_groups_mib
 from verl_patches.spec import run_from_config
 
@@ -75,8 +74,7 @@ def start(section: Any) -> Namespace:
 
     Calls `prepare`; needs RANK and WORLD_SIZE in the environment; starts torch.distributed if verl has not. A process
     has one configuration: a second call does not change it. Raises ConfigError with upstream's own message where a
-    parser or validator refuses, or where a validator changes a value of the configuration, and PatchError where patches
-    of MindSpeed replaced one of ours.
+    parser or validator refuses, or where a validator changes a value of the configuration.
     """
     prepare(section)
     recipe = run_from_config(section).recipe
@@ -87,9 +85,6 @@ def start(section: Any) -> Namespace:
         return global_vars.get_args()
     if as_npu(engine.current_engine().switches.platform):
         check_visible_die(torch.npu.device_count())
-        if engine.is_on("update.bind_cores"):
-            shown = logging.WARNING if engine.current_engine().switches.platform == "npu" else logging.INFO
-            log.log(shown, bind_cores(os.environ.get(VISIBLE_DEVICES, "")))
         small_groups_mib.value = recipe.hccl.small_groups_mib
     _start_distributed(recipe.train.distributed_timeout_minutes)
     args = _parse_arguments(words)
@@ -99,16 +94,7 @@ def start(section: Any) -> Namespace:
     global_vars.set_args(args)
     _start_groups(args)
     set_recomputed_layers(section)
-    check_patches_in_place()
     return args
-
-
-def check_patches_in_place() -> None:
-    """Raise PatchError where MindSpeed's own patches replaced one of ours."""
-    replaced = [row for row in engine.current_engine().status() if row["state"] == "overridden"]
-    lost = [f"{row['id']} at {row['target']}: {row['reason']}" for row in replaced]
-    if lost:
-        raise engine.PatchError("MindSpeed's start replaced patches of this recipe:\n  " + "\n  ".join(lost))
 
 
 def read_hf_config(section: Any) -> Mapping[str, Any]:

@@ -20,10 +20,6 @@ from verl_patches.shared_files import disk_errors, replacing, write_whole
 
 PRELUDE_LINE = "from verl_patches import prelude_patch  # noqa: F401"
 WORKER_FILE = Path("workers") / "megatron_workers.py"
-LINE_NUMBER_NOTE = (
-    f"FILE:LINE refers to the unmodified pinned sources; in a verl/{WORKER_FILE} with the prelude line, line numbers "
-    "below that line are one higher"
-)
 PTH_NAME = "verl_patches_prelude.pth"
 PACKAGES = ("verl", "megatron", "mindspeed", "mindspeed_llm", "vllm", "vllm_ascend")
 _IMPORT_ERROR_TEXT = (
@@ -84,7 +80,7 @@ def insert_line(verl_path: str | Path | None = None) -> PreludeResult:
     """Insert PRELUDE_LINE before the first import of verl's Megatron worker module. Idempotent.
 
     verl_path: a verl checkout, or its package folder; None: the installed verl, which is not imported. Raises
-    ConfigError where the file is missing, is another module or has another prelude.
+    ConfigError where the file is missing.
     """
     file, lines = _worker_file(verl_path)
     if PRELUDE_LINE in lines:
@@ -105,7 +101,7 @@ def remove_line(verl_path: str | Path | None = None) -> PreludeResult:
 
 
 def _worker_file(verl_path: str | Path | None) -> tuple[Path, list[str]]:
-    """Return verl's megatron_workers.py and its lines; ConfigError where it is missing or another module."""
+    """Return verl's megatron_workers.py and its lines; ConfigError where it is missing."""
     if verl_path is None:
         spec = importlib.util.find_spec("verl")  # find_spec of a top-level name imports nothing
         if spec is None or not spec.origin:
@@ -119,16 +115,7 @@ def _worker_file(verl_path: str | Path | None) -> tuple[Path, list[str]]:
             f"install-prelude: expected verl/{WORKER_FILE} in {verl_path or packages[0]}, found none; "
             "give the root of a verl checkout: --verl-path DIR"
         )
-    text = file.read_text()
-    ours = [line for line in text.split("\n") if "verl_patches" in line]
-    if ours not in ([], [PRELUDE_LINE]) or not all(
-        word in text for word in ("\nimport ", "\nclass ActorRolloutRefWorker")
-    ):
-        raise ConfigError(
-            f"{file}: expected verl's Megatron worker module with at most one line `{PRELUDE_LINE}`, found "
-            f"{f'the lines {ours}' if ours else 'another module'}; restore the file from upstream, then run this again"
-        )
-    return file, text.split("\n")
+    return file, file.read_text().split("\n")
 
 
 def _write_lines(file: Path, lines: list[str]) -> None:

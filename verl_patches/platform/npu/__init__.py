@@ -10,10 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import sys
 
 from verl_patches.errors import ConfigError
-from verl_patches.patching.engine import current_engine
 
 VISIBLE_DEVICES = "ASCEND_RT_VISIBLE_DEVICES"
 RAY_NOSET_VARIABLE = "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"
@@ -22,16 +20,6 @@ MC2_MIN_RANKS = 16  # fewer ranks use all-to-all: vllm_ascend.ascend_forward_con
 INTERFACE_VARIABLES = {"HCCL_SOCKET_IFNAME": "={}", "GLOO_SOCKET_IFNAME": "{}", "TP_SOCKET_IFNAME": "{}"}
 
 log = logging.getLogger(__name__)
-
-
-def refuse_early_device_runtime() -> None:
-    """Raise ConfigError if platform npu imported torch_npu before Ray has set ASCEND_RT_VISIBLE_DEVICES."""
-    if current_engine().switches.platform == "npu" and "torch_npu" in sys.modules:
-        raise ConfigError(
-            f"{_rank_text()}: torch_npu was imported before Ray set {VISIBLE_DEVICES}; expected the import after that, "
-            "as the device runtime reads the variable once. If recipe.worker_process_setup_hook imports torch or verl, "
-            "defer the import: verl_patches.patching.hooks.after_import(module, function)"
-        )
 
 
 def check_visible_die(visible: int) -> None:

@@ -26,14 +26,13 @@ class NotUnderstoodError(ValueError):
 
 @dataclass(frozen=True)
 class Die:
-    """Describe a die as `npu-smi info` shows it; bus: PCI address or NA; memory in MB, None where it has no figures."""
+    """Describe a die as `npu-smi info` shows it; memory in MB, None where it has no figures."""
 
     card: int
     chip: int
     number: int
     name: str
     health: str
-    bus: str
     used_mb: int | None
     total_mb: int | None
 
@@ -78,7 +77,7 @@ def parse_npu_smi(text: str) -> NpuSmi:
             continue
         lower = _LOWER_LINE.match(cells[0])
         if upper is not None and len(cells) == 3 and lower and _PCI_ADDRESS.match(cells[1]):
-            dies.append(_die(upper, lower, *cells[1:]))
+            dies.append(_die(upper, lower, cells[2]))
             upper = None
         elif upper is None and len(cells) == 3 and (found := _UPPER_LINE.match(cells[0])) and cells[1]:
             upper = int(found[1]), found[2], cells[1]
@@ -91,11 +90,11 @@ def parse_npu_smi(text: str) -> NpuSmi:
     return NpuSmi(version[2], tuple(dies), tuple(processes))
 
 
-def _die(upper: tuple[int, str, str], lower: re.Match, bus: str, usage: str) -> Die:
+def _die(upper: tuple[int, str, str], lower: re.Match, usage: str) -> Die:
     card, name, health = upper
     used = _MEMORY_USED.search(usage)
     used_mb, total_mb = (int(used[1]), int(used[2])) if used else (None, None)
-    return Die(card, int(lower[1]), int(lower[2]), name, health, bus, used_mb, total_mb)
+    return Die(card, int(lower[1]), int(lower[2]), name, health, used_mb, total_mb)
 
 
 def field_value(text: str, name: str) -> str:

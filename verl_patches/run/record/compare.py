@@ -5,26 +5,22 @@ The rule is that of verl's and OpenRLHF's pages for Ascend, where a is the NPU's
     mean error = sum_i |a_i - b_i| / N x 100 %
 
 OpenRLHF asks for less than 2 % of loss and reward; verl for at most 2 % of the loss of supervised training and at most
-4 % of the reward in reinforcement learning, which are LIMITS. The pages write the absolute error; the relative one,
-sum_i |a_i - b_i| / |b_i| / N, is given beside it, and judges with formula="relative". Where both curves have a reward,
-it is judged; the loss of a policy is only shown, because it is about 0 whatever the model learns. An `a` that ends
-before `b` fails.
+4 % of the reward in reinforcement learning, which are LIMITS. The pages write the absolute error, which is judged; the
+relative one, sum_i |a_i - b_i| / |b_i| / N, is given beside it. Where both curves have a reward, it is judged; the loss
+of a policy is only shown, because it is about 0 whatever the model learns. An `a` that ends before `b` fails.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from verl_patches.errors import Check, ConfigError, RecipeError, either
+from verl_patches.errors import Check, ConfigError, either
 from verl_patches.run.record.curves import JUDGED_METRICS, LOSSES_OF_POLICY, Curves
-from verl_patches.shared_files import disk_errors, write_whole
 
-FORMULAS = {"absolute": "mean of |a - b|", "relative": "mean of |a - b| / |b|"}
+RULE = "mean of |a - b|"
 LIMITS = {"loss": 0.02, "reward": 0.04}
 _ROUNDING = 1e-9  # relative: an error that exceeds the limit only in its last bits passes
 
@@ -74,7 +70,10 @@ def _metric_error(metric: str, steps: list[int], a: Curves, b: Curves) -> Error:
     values_a, values_b = a.values[metric], b.values[metric]
     finite = [step for step in steps if math.isfinite(values_a[step]) and math.isfinite(values_b[step])]
     errors = {step: abs(values_a[step] - values_b[step]) for step in finite}
-    relative = [_relative_error(error, values_b[step]) for step, error in errors.items()]
+    relative = []
+    for step, error in errors.items():
+        reference = abs(values_b[step])
+        relative.append(error / reference if reference else math.inf if error else 0.0)
     at, largest = max(errors.items(), key=lambda found: found[1], default=(None, None))
     not_finite = next((step for step in steps if step not in errors), None)
     return Error(
@@ -83,23 +82,13 @@ def _metric_error(metric: str, steps: list[int], a: Curves, b: Curves) -> Error:
         steps=len(steps),
         first=steps[0],
         last=steps[-1],
-        absolute=_mean([*errors.values()]),
-        relative=_mean(relative),
+        absolute=sum(errors.values()) / len(errors) if errors else None,  # fsum raises where the sum overflows
+        relative=sum(relative) / len(relative) if relative else None,
         largest=largest,
         at=at,
         not_finite=not_finite,
         ends=(max(values_a), max(values_b)),
     )
-
-
-def _relative_error(error: float, reference: float) -> float:
-    if error == 0:
-        return 0.0
-    return error / abs(reference) if reference else math.inf
-
-
-def _mean(values: list[float]) -> float | None:
-    return sum(values) / len(values) if values else None  # not fsum, which raises where the sum overflows
 
 
 def limits_for(errors: Sequence[Error]) -> dict[str, float]:
@@ -117,7 +106,7 @@ def limits_for(errors: Sequence[Error]) -> dict[str, float]:
     )
 
 
-def limit_checks(errors: Sequence[Error], limits: Mapping[str, float], formula: str = "absolute") -> list[Check]:
+def limit_checks(errors: Sequence[Error], limits: Mapping[str, float]) -> list[Check]:
     """Return a Check for each metric of `limits`, {metric: largest error, a fraction}.
 
     A metric with a value that is not finite fails. Raise ConfigError where a metric of `limits` is not among `errors`.
@@ -128,12 +117,12 @@ def limit_checks(errors: Sequence[Error], limits: Mapping[str, float], formula: 
             f"compare: expected {' and '.join(missing)} in both at common steps, found {', '.join(found)}; give "
             "another --limit"
         )
-    return [_limit_check(found[metric], limit, formula) for metric, limit in limits.items()]
+    return [_limit_check(found[metric], limit) for metric, limit in limits.items()]
 
 
-def _limit_check(error: Error, limit: float, formula: str) -> Check:
-    value = error.relative if formula == "relative" else error.absolute
-    over = f"{FORMULAS[formula]} over {error.steps} common steps ({error.first} to {error.last})"
+def _limit_check(error: Error, limit: float) -> Check:
+    value = error.absolute
+    over = f"{RULE} over {error.steps} common steps ({error.first} to {error.last})"
     if error.ends[0] < error.ends[1]:
         return Check(error.metric, False, f"{over}: expected a to reach step {error.ends[1]}, found {error.ends[0]}")
     if error.not_finite is not None:
@@ -148,16 +137,3 @@ def _limit_check(error: Error, limit: float, formula: str) -> Check:
 def percent(value: float | None) -> str:
     """Return a fraction in percent, with three digits."""
     return "-" if value is None or math.isinf(value) else f"{100 * value:.3g} %"
-
-
-def write_baseline(path: Path, curves: Curves) -> None:
-    """Write curves as JSON lines, one a step; raise RecipeError for a value that is not finite, and for a full disk."""
-    rows: dict[int, dict[str, float]] = {}
-    for metric, values in curves.values.items():
-        for step, value in values.items():
-            if not math.isfinite(value):
-                raise RecipeError(f"{curves.name}: {metric} is {value} at step {step}; expected finite numbers")
-            rows.setdefault(step, {"step": step})[curves.names[metric]] = value
-    with disk_errors(path, "Free some, or name another file"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, "".join(json.dumps(rows[step]) + "\n" for step in sorted(rows)))

@@ -143,7 +143,7 @@ def plan_figure(name: str, memory: Mapping[str, Any]) -> Figure:
 
     memory: of a plan. The line is what a die has. Groups that no ledger tracks are grey, on top.
     """
-    (phases,) = (order["phases"] for order in memory["orders"] if order["order"] == memory["followed"])
+    phases = memory["phases"]
     present = dict.fromkeys(group for phase in phases for group in phase["bytes"])
     greys = {group: str(0.3 + 0.07 * n) for n, group in enumerate(each for each in present if each not in COLOURS)}
     groups = [*(group for group in MEMORY_GROUPS if group in present), *greys]

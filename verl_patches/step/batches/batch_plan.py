@@ -31,7 +31,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import ParallelLayout
 
 Samples = Sequence[int]
@@ -39,17 +38,8 @@ Replicas = list[list[list[int]]]  # [replica][micro batch] -> samples
 
 
 def arrival_batches(mini_batch: Sequence[Samples], micro_batch_size: int) -> Replicas:
-    """Return micro batches in verl's order of samples; `mini_batch`: [replica] -> samples of one mini batch.
-
-    Raises ConfigError for a size that does not divide the shares.
-    """
-    size = micro_batch_size
-    if len(mini_batch[0]) % size:
-        raise ConfigError(
-            f"micro batches: each train replica has {len(mini_batch[0])} samples of a mini batch; expected a multiple "
-            f"of the micro batch size {size}; change ppo_micro_batch_size_per_gpu, ppo_mini_batch_size or rollout.n"
-        )
-    return [_chunks(list(samples), size) for samples in mini_batch]
+    """Return micro batches in verl's order of samples; `mini_batch`: [replica] -> samples of one mini batch."""
+    return [_chunks(list(samples), micro_batch_size) for samples in mini_batch]
 
 
 def balanced_batches(
@@ -57,10 +47,8 @@ def balanced_batches(
 ) -> Replicas:
     """Return micro batches of `micro_batch_size` samples, equally long on all replicas.
 
-    `lengths`: tokens by sample. `group_replicas`: replicas of an expert group, by default all. Raises ConfigError as
-    `arrival_batches` does.
+    `lengths`: tokens by sample. `group_replicas`: replicas of an expert group, by default all.
     """
-    arrival_batches(mini_batch, micro_batch_size)
     found = []
     for slots in _slots(mini_batch, lengths, group_replicas or len(mini_batch)):
         found += _assign_samples(_chunks(slots, micro_batch_size), lengths)
@@ -79,15 +67,9 @@ def packed_batches(
 
     They have any number of samples. With `balance` whole slots are packed, for all replicas of an expert group at once,
     as if all samples of a slot were as long as its longest; otherwise each replica packs its own share.
-    `group_replicas` as in `balanced_batches`. Raises ConfigError for a sample longer than the budget.
+    `group_replicas` as in `balanced_batches`. No sample is longer than the budget (micro_batch_checks).
     """
     own = [list(samples) for samples in mini_batch]
-    longest = max((lengths[sample] for samples in own for sample in samples), default=0)
-    if longest > token_budget:
-        raise ConfigError(
-            f"micro batches: a sample has {longest} tokens, more than the budget of {token_budget} a micro batch; "
-            "raise the stage's ..._max_token_len_per_gpu to data.max_prompt_length + data.max_response_length or more"
-        )
     if balance:
         groups, found = _slots(mini_batch, lengths, group_replicas or len(mini_batch)), []
         bins = _equal_bins([[lengths[slot[0]] for slot in slots] for slots in groups], token_budget)
@@ -153,7 +135,7 @@ def _equal_bins(costs: Sequence[Sequence[int]], budget: int) -> list[list[list[i
         bins = [_fill_bins(own, count) for own in costs]
         if all(sum(own[i] for i in fullest) <= budget for own, (fullest, *_) in zip(costs, bins, strict=True)):
             return bins
-    raise AssertionError("one cost per bin always fits")
+    raise AssertionError("one cost per bin fits, as none is above the budget")
 
 
 def _fill_bins(costs: Sequence[int], count: int) -> list[list[int]]:
@@ -222,7 +204,7 @@ def plan_batch(
     `replica_by_rank`: [rank] -> train DP rank. `lengths`: [sample] -> tokens of prompt and response. `mini_batch_size`:
     samples (verl's ppo_mini_batch_size x rollout.n). Either `micro_batch_size` (samples) or `token_budget` (tokens of a
     micro batch: dynamic batch size) is given. Without `balance` micro batches are in the order of arrival.
-    `group_replicas`: replicas of an expert group, by default all. Raises ConfigError if sizes do not divide each other.
+    `group_replicas`: replicas of an expert group, by default all.
     """
     by_mini = []
     for mini in mini_batches(len(lengths), len(set(replica_by_rank)), mini_batch_size):
@@ -239,13 +221,8 @@ def plan_batch(
 
 
 def mini_batches(samples: int, replicas: int, mini_batch_size: int) -> list[list[range]]:
-    """Return [mini batch][replica] -> samples, as in verl without balancing; ConfigError if sizes do not divide."""
-    if samples % mini_batch_size or mini_batch_size % replicas:
-        raise ConfigError(
-            f"batch plan: {samples} samples in mini batches of {mini_batch_size} over {replicas} train replicas; "
-            "expected each number to be a multiple of the next; change data.train_batch_size, "
-            "actor.ppo_mini_batch_size (both count prompts, samples are rollout.n times as many) or the train layout"
-        )
+    """Return [mini batch][replica] -> samples, as in verl without balancing; batch_checks lets sizes divide."""
+    assert samples % mini_batch_size == mini_batch_size % replicas == 0, (samples, mini_batch_size, replicas)
     whole, part = samples // replicas, mini_batch_size // replicas  # a replica's samples of the step, of a mini batch
     return [[range(r * whole + at, r * whole + at + part) for r in range(replicas)] for at in range(0, whole, part)]
 

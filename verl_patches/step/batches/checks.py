@@ -39,17 +39,15 @@ def batch_checks(run: RunSpec) -> Iterator[Check]:
             yield Check(f"{name} micro batch", False, f"{key} is null; verl needs it: set it, or use_dynamic_bsz=true")
         elif not trained.use_dynamic_bsz:
             yield _micro_batch_check(name, mini * n // train.dp, key, micro, "mini batch")
-    old = {"actor": "ppo_micro_batch_size", "rollout": "log_prob_micro_batch_size", "ref": "log_prob_micro_batch_size"}
-    for name, key in old.items():  # verl takes either (RayPPOTrainer._validate_config)
-        given = section[name][key] is not None and (name != "ref" or run.uses_reference)
-        if given and not section.actor.use_dynamic_bsz:
-            text = f"actor_rollout_ref.{name}.{key} is given; set {key}_per_gpu instead, which plans read"
-            yield Check(f"{name} micro batch", False, text)
     passes = {"rollout": not run.recipe.train.skip_old_log_prob, "ref": run.uses_reference}
     for name in (name for name, runs in passes.items() if runs):
         key = "log_prob_micro_batch_size_per_gpu"
         micro, key = section[name][key], f"{_SECTION}.{name}.{key}"
-        if micro is not None and not section[name].get("log_prob_use_dynamic_bsz"):  # only verl 0.4.0 has that key
+        if section[name].get("log_prob_use_dynamic_bsz"):  # only verl 0.4.0 has that key
+            continue
+        if micro is None:
+            yield Check(f"{name} micro batch", False, f"{key} is null; plans read it: set it")
+        else:
             yield _micro_batch_check(name, prompts * n // train.dp, key, micro, "step")
 
 
@@ -60,16 +58,13 @@ def _micro_batch_check(name: str, responses: int, key: str, micro: int, whole: s
 
 
 def max_num_seqs_checks(run: RunSpec) -> Iterator[Check]:
-    """Check that an engine step and its graphs hold the responses of a replica; skip without max_num_seqs."""
+    """Check that the graphs hold the responses of a replica; skip without max_num_seqs."""
     max_num_seqs = run.engine.get("max_num_seqs")
     if max_num_seqs is None or not run.samples:
         return
     rollout, prompts = run.verl.actor_rollout_ref.rollout, run.verl.data.train_batch_size
-    budget, responses = rollout.max_num_batched_tokens, math.ceil(prompts * rollout.n / run.replicas)
-    detail = f"{responses} responses a replica, {max_num_seqs} at once, within max_num_batched_tokens {budget}"
-    fault = f"max_num_seqs is {max_num_seqs}; expected <= max_num_batched_tokens {budget} (vLLM's SchedulerConfig "
-    fault += "refuses more); lower max_num_seqs or raise max_num_batched_tokens"
-    yield either("max_num_seqs", max_num_seqs <= budget, detail, fault)
+    responses = math.ceil(prompts * rollout.n / run.replicas)
+    yield Check("max_num_seqs", True, f"{responses} responses a replica, {max_num_seqs} at once")
     running = max_num_seqs if run.validates else min(responses, max_num_seqs)  # a validation may have more responses
     sizes = run.graph_sizes
     if sizes:
@@ -95,27 +90,13 @@ def length_checks(run: RunSpec) -> Iterator[Check]:
     fault += f"data.max_prompt_length, data.max_response_length or {_ROLLOUT}.max_model_len"
     yield either("lengths", longest <= max_positions, detail, fault)
     detail = f"max_num_batched_tokens {budget} holds prompt + response {longest}"
-    fault = f"{_ROLLOUT}.max_num_batched_tokens is {budget}; expected at least prompt + response, {longest}: "
-    if rollout.enable_chunked_prefill:
-        fault += (
-            "verl refuses enable_chunked_prefill=true below it (vllm_rollout_spmd.py). Raise it, or set "
-            "enable_chunked_prefill=false: vLLM V1 prefills in chunks anyway"
-        )
-        yield either("chunked prefill", budget >= longest, detail, fault)
-    elif run.recipe.platform == "cpu":
-        yield either("prefill", budget >= longest, detail, fault + "vLLM V0 prefills a prompt in one step. Raise it")
-    mode = "graph"
     fault = (
-        f"{_ROLLOUT}.free_cache_engine is true and enforce_eager false, which verl refuses (vllm_rollout_spmd.py); set "
-        "free_cache_engine=false to decode in graphs, or enforce_eager=true"
+        f"{_ROLLOUT}.max_num_batched_tokens is {budget}; expected at least prompt + response, {longest}: verl refuses "
+        "enable_chunked_prefill=true below it (set it false: vLLM V1 prefills in chunks anyway), and vLLM V0 prefills "
+        "a prompt in one step"
     )
-    if rollout.enforce_eager:
-        mode = "eager"
-        fault = (
-            f"{_ROLLOUT}.free_cache_engine is false and enforce_eager true; set free_cache_engine=true: the engine "
-            "sleeps after each rollout whatever the key says"
-        )
-    yield either("graph mode", bool(rollout.enforce_eager) == bool(rollout.free_cache_engine), mode, fault)
+    if rollout.enable_chunked_prefill or run.recipe.platform == "cpu":
+        yield either("prefill", budget >= longest, detail, fault)
 
 
 def micro_batch_checks(run: RunSpec) -> Iterator[Check]:
@@ -129,23 +110,12 @@ def _cache_faults(run: RunSpec) -> Iterator[str]:
     if not run.recipe.tensor_cache.enabled:
         return
     fact = "recipe.tensor_cache.enabled is true, but"
-    rollout, actor = run.verl.actor_rollout_ref.rollout, run.verl.actor_rollout_ref.actor
-    for side in ("prompt", "response"):
-        width, data_width = rollout[f"{side}_length"], run.verl.data[f"max_{side}_length"]
-        if width != data_width:
-            yield (
-                f"{fact} {_ROLLOUT}.{side}_length is {width} and data.max_{side}_length {data_width}: a batch rebuilt "
-                "from lengths would not be as wide as vLLM's; make them equal"
-            )
     if run.recipe.rollout.replay is not None:
         yield f"{fact} recipe.rollout.replay gives responses to the trainer alone; set one of the two keys"
-    if actor.shuffle:
+    if run.verl.actor_rollout_ref.actor.shuffle:
         yield f"{fact} {_SECTION}.actor.shuffle is true: micro batches would differ from the plan; set it false"
     if run.verl.data.return_raw_chat:
         yield f"{fact} data.return_raw_chat is true: raw prompts would not come back with the responses; set it false"
-    if run.verl.data.custom_cls.path is not None:
-        path = run.verl.data.custom_cls.path
-        yield f"{fact} data.custom_cls.path is {path}: prompts are rebuilt as by verl's RLHFDataset; set it to null"
 
 
 def _budget_faults(run: RunSpec) -> Iterator[str]:

@@ -21,8 +21,7 @@ averages each micro batch by itself and gives all of them equal weight, in both 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, cycle
 from typing import Any
@@ -54,18 +53,6 @@ class Stage:
 
 
 current_stage: Current[Stage] = Current(Stage())
-
-
-@contextmanager
-def in_stage(stage: Stage) -> Iterator[None]:
-    """Run a stage of actor or critic inside; RecipeError if verl's actor did not take the plan's micro batches."""
-    with current_stage.set(stage):
-        yield
-    if stage.splits is not None and not stage.splits.used_batches:
-        raise RecipeError(
-            "micro batches: verl's actor did not use the plan; row update.micro_batches_as_planned must be active in "
-            "verl.workers.actor.megatron_actor: look at `status --run DIR`"
-        )
 
 
 class PackedPass:
@@ -215,18 +202,16 @@ class PlannedSplits:
 
     def __init__(self, batches: Sequence[tuple[MicroBatches, list[int]]]):
         self._batches = cycle(batches)
-        self.used_batches = 0
 
     def next_micro_batches(self, tokens: list[int]) -> MicroBatches:
         """Return the next batch's micro batches; RecipeError if the plan expects other `tokens` by row."""
         parts, expected = next(self._batches)
         if tokens != expected:
             raise RecipeError(
-                f"micro batches: batch {self.used_batches} of this stage has {len(tokens)} rows with {sum(tokens)} "
-                f"tokens; expected the plan's {len(expected)} rows with {sum(expected)} tokens, in its order: the "
-                "actor must not shuffle or select rows"
+                f"micro batches: a batch of this stage has {len(tokens)} rows with {sum(tokens)} tokens; expected the "
+                f"plan's {len(expected)} rows with {sum(expected)} tokens, in its order: the actor must not shuffle or "
+                "select rows"
             )
-        self.used_batches += 1
         return parts
 
 

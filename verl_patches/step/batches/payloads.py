@@ -1,6 +1,6 @@
 """Define the payloads that trainer and workers exchange in the stages of recipe.tensor_cache; Ray pickles all of them.
 
-The signatures of WorkerCalls (trainer/worker_group.py) tell which stage has which payload. A sample is identified by
+The signatures of RecipeWorker (worker/recipe_worker.py) tell which stage has which payload. A sample is identified by
 its place in the batch as it was generated. P prompts, B samples, b samples of one rank or replica, T their tokens.
 Arrays that arrive from Ray are read-only.
 """

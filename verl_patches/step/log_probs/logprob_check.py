@@ -8,7 +8,6 @@ check every N steps (sampled_check.py). No torch here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from verl_patches.errors import Check
 from verl_patches.spec import RunSpec
@@ -37,21 +36,17 @@ def logprob_delta(metrics: Mapping[str, float]) -> dict[str, float] | None:
     return {name: metrics[key] for name, key in SUMMARY_METRICS.items() if key in metrics} or None
 
 
-def keeps_distribution(rollout: Any) -> bool:
-    """Return whether the sampling settings leave the model's distribution unchanged."""
-    return rollout.temperature == 1.0 and rollout.top_p in (1, 1.0) and rollout.top_k in (-1, 0)
-
-
-def incomparable_reason(rollout: Any, replayed: bool, balanced: bool = False, sampled: bool = False) -> str | None:
+def incomparable_reason(run: RunSpec, sampled: bool = False) -> str | None:
     """Return the reason why a run's log-probs cannot be compared, as text; None if they can.
 
-    `balanced`: routing is forced. `sampled`: extra sequences are sampled, so the run's sampling settings do not matter.
+    `sampled`: extra sequences are sampled, so the run's sampling settings do not matter.
     """
-    if replayed:
+    recipe, rollout = run.recipe, run.verl.actor_rollout_ref.rollout
+    if recipe.rollout.replay is not None:
         return "the responses come from a recording"
-    if balanced:
+    if recipe.rollout.balanced_routing or recipe.train.balanced_routing:
         return "balanced routing selects experts by a token's place in the batch, which differs in vLLM and training"
-    if sampled or keeps_distribution(rollout):
+    if sampled or (rollout.temperature, rollout.top_p) == (1, 1) and rollout.top_k in (-1, 0):
         return None
     return (
         f"sampling changes the distribution (temperature {rollout.temperature}, top_p {rollout.top_p}, top_k "
@@ -61,25 +56,15 @@ def incomparable_reason(rollout: Any, replayed: bool, balanced: bool = False, sa
 
 def unchecked_reason(run: RunSpec) -> str | None:
     """Return the reason why a run compares no log-probs; None if it compares them."""
-    recipe = run.recipe
     if not run.samples:
         return "no response is sampled"
-    if recipe.logprob_check.action == "off":
+    check = run.recipe.logprob_check
+    if check.action == "off":
         return "recipe.logprob_check.action=off"
-    rollout = run.verl.actor_rollout_ref.rollout
-    replayed = recipe.rollout.replay is not None
-    balanced = recipe.rollout.balanced_routing or recipe.train.balanced_routing
-    if recipe.logprob_check.every is not None:
-        return incomparable_reason(rollout, replayed, balanced, sampled=True)
-    reason = incomparable_reason(rollout, replayed, balanced)
-    if reason is None or incomparable_reason(rollout, replayed, balanced, sampled=True) is not None:
-        return reason
-    return f"{reason}; set recipe.logprob_check.every=N to compare extra sequences"
-
-
-def check_sequences(run: RunSpec) -> int:
-    """Return the number of sequences of one check over all replicas."""
-    return run.recipe.logprob_check.sequences or run.replicas
+    reason = incomparable_reason(run, sampled=check.every is not None)
+    if reason and not incomparable_reason(run, sampled=True):
+        reason += "; set recipe.logprob_check.every=N to compare extra sequences"
+    return reason
 
 
 def logprob_checks(run: RunSpec) -> Iterator[Check]:
@@ -93,7 +78,7 @@ def logprob_checks(run: RunSpec) -> Iterator[Check]:
     elif run.recipe.logprob_check.every is None:
         yield Check("truth check", True, "all sampled tokens of every step")
     else:
-        text = f"from step 1 every {run.recipe.logprob_check.every}: {check_sequences(run)} x {CHECK_TOKENS} tokens"
+        text = f"from step 1 every {run.recipe.logprob_check.every}: {run.replicas} x {CHECK_TOKENS} tokens"
         yield Check("truth check", True, text)
 
 
@@ -105,19 +90,9 @@ def _sampling_faults(run: RunSpec) -> Iterator[str]:
     fact = f"recipe.logprob_check.every is {section.every}, but"
     if reason := unchecked_reason(run):
         yield f"{fact} log-probs cannot be compared: {reason}; set recipe.logprob_check.action=off"
-    rollout, replicas, sequences = run.verl.actor_rollout_ref.rollout, run.replicas, check_sequences(run)
+    rollout = run.verl.actor_rollout_ref.rollout
     if rollout.name != "vllm" or rollout.mode != "sync":
         yield f"{fact} actor_rollout_ref.rollout is {rollout.name}, {rollout.mode}; expected vllm, sync"
-    if sequences % replicas:
-        yield (
-            f"recipe.logprob_check.sequences is {sequences}; expected a multiple of {replicas}, the number of "
-            "rollout replicas (dies / actor_rollout_ref.rollout.tensor_model_parallel_size)"
-        )
-    if sequences > run.verl.data.train_batch_size:
-        yield (
-            f"recipe.logprob_check.sequences is {sequences}; expected at most data.train_batch_size "
-            f"{run.verl.data.train_batch_size} (one sequence a prompt of the step)"
-        )
 
 
 def check_delta(step: int, delta: dict[str, float] | None, limit: float) -> None:

@@ -63,14 +63,14 @@ class PolicyUpdate:
 
     @contextmanager
     def update_context(self, batch: Any) -> Iterator[None]:
-        """Run verl's update of `batch` inside; LogProbError if a correction lacks vLLM's log-probs.
+        """Run verl's update of `batch` inside; RecipeError if a correction lacks vLLM's log-probs.
 
         verl's actor selects old_log_probs by name. If the pass is skipped and vLLM has none, as on fixed data, the
         column is zeros, which `replace_old_log_probs` replaces. RecipeError if the update did not call that function.
         """
         self.has_rollout = _ROLLOUT_COLUMN in batch.keys()
         if self.correction and not self.has_rollout:
-            raise rollout_correction.LogProbError(_MISSING_COLUMN)
+            raise RecipeError(_MISSING_COLUMN)
         if self.correction and not self.skip:
             mask = batch["attention_mask"][:, -batch["responses"].shape[1] :].bool()  # as in the actor's loss
             sides = batch[_ROLLOUT_COLUMN], batch[_OLD_COLUMN], mask

@@ -17,7 +17,7 @@ import functools
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -34,10 +34,6 @@ _CHUNK_ROWS = 1024  # sequences computed at a time
 _RATIO_PREFIX, _WORST_PREFIX = "recipe/token_ratio", "recipe/worst_token"
 _QUANTILES = {"p0.1": 0.001, "p1": 0.01, "p50": 0.5, "p99": 0.99, "p99.9": 0.999}
 _WORST_VALUES = ("rollout_logprob", "actor_logprob", "position")
-
-
-class LogProbError(RuntimeError):
-    """Report that a sampled token's log-prob is NaN or infinite, or that vLLM's are missing."""
 
 
 @dataclass(frozen=True)
@@ -65,15 +61,13 @@ class ImportanceWeights(NamedTuple):
 def importance_weights(
     rollout: torch.Tensor, actor: torch.Tensor, mask: torch.Tensor, correction: Correction
 ) -> ImportanceWeights:
-    """Return the weight of each response token; all [B, S_response], at least fp32, nats. Raises LogProbError.
+    """Return the weight of each response token; all [B, S_response], at least fp32, nats.
 
     ratio: pi_actor / pi_rollout of the token or of its sequence; weight: the ratio, at most `cap`, 1 without a `level`.
     A token (token_k1) or a sequence is rejected (weight 0) if its pi_rollout / pi_actor is outside `bounds`, where
     seq_sum_k1 takes the product over a sequence's tokens, and seq_mean_k1 their geometric mean.
     """
     mask = mask.bool()
-    refuse_not_finite("vLLM", rollout, mask)
-    refuse_not_finite("the actor", actor, mask)
     wide = torch.promote_types(torch.promote_types(rollout.dtype, actor.dtype), torch.float32)
     by_token = torch.where(mask, actor.to(wide) - rollout.to(wide), 0.0)
     by_sequence = by_token.sum(-1)
@@ -91,18 +85,6 @@ def importance_weights(
         accepted = ((k1 >= low) & (k1 <= high)).expand_as(mask)
     capped = ratios if log_ratio is None else ratios.clamp(max=correction.cap)
     return ImportanceWeights(torch.where(mask & accepted, capped, 0.0), ratios, accepted)
-
-
-def refuse_not_finite(engine: str, log_probs: torch.Tensor, mask: torch.Tensor) -> None:
-    """Raise LogProbError, with count and first place, if a valid token's log-prob is NaN or infinite."""
-    wrong = mask & ~torch.isfinite(log_probs)
-    if wrong.any():
-        row, token = wrong.nonzero()[0].tolist()
-        raise LogProbError(
-            f"{int(wrong.sum())} of {int(mask.sum())} sampled tokens have no finite log-prob in {engine}; the first is "
-            f"token {token} of response {row}: {log_probs[row, token].item()}. Check the last weight "
-            "sync, then look for an overflow; without recipe.rollout_correction the run only reports it"
-        )
 
 
 def log_prob_sums(
@@ -199,23 +181,6 @@ def _ratio_quantile(bins: Counter[int], share: float) -> float:
     tokens_up_to = list(accumulate(bins[number] for number in numbers))
     number = numbers[bisect_left(tokens_up_to, share * tokens_up_to[-1])]
     return math.exp(float(_bin_edges()[number - 1 : number + 1].mean()))
-
-
-def add_log_prob_metrics(original: Callable) -> Callable:
-    """Wrap verl's compute_data_metrics: add the differences of log-probs if the batch has both sides.
-
-    With recipe.train.skip_old_log_prob the workers report them (step/log_probs/policy_update.py).
-    """
-
-    @functools.wraps(original)
-    def compute(batch: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        reported, tensors = original(batch, *args, **kwargs), batch.batch
-        if "rollout_log_probs" in tensors.keys() and "old_log_probs" in tensors.keys():
-            sides = [tensors[name] for name in ("rollout_log_probs", "old_log_probs", "response_mask")]
-            reported.update(log_prob_metrics(log_prob_sums(*sides)))
-        return reported
-
-    return compute
 
 
 def log_prob_metrics(batch_sums: LogProbSums, correction: Correction | None = None) -> dict[str, float]:

@@ -106,7 +106,7 @@ class FixedData:
             marks = batch[MARKS].double()
             marked = mask & ~marks.isnan()
             return losses.prm(values[marked], marks[marked])
-        scores = values.gather(1, mask.sum(-1, keepdim=True) - 1)[:, 0]  # see dataset.RewardData
+        scores = values.gather(1, mask.sum(-1, keepdim=True) - 1)[:, 0]  # see dataset.py
         first, second = pair_rows(uids, batch[ROLE])
         return losses.bradley_terry(scores[first], scores[second])
 

@@ -21,8 +21,6 @@ def estimator_checks(run: RunSpec) -> Iterator[Check]:
         return
     estimator, rollout = run.verl.algorithm.adv_estimator, run.verl.actor_rollout_ref.rollout
     detail = f"{estimator}, {rollout.n} response(s) a prompt"
-    if estimator == "remax":
-        detail += ", and a greedy one, whose rollout and weight sync `plan` does not count"
     fault = (
         f"algorithm.adv_estimator is {estimator}, which compares the responses of one prompt, and {_ROLLOUT}.n is 1; "
         "expected 2 or more, or algo=reinforce_plus_plus or remax, which need no group"
@@ -34,9 +32,6 @@ def estimator_checks(run: RunSpec) -> Iterator[Check]:
         detail += f", every {trainer.test_freq} steps" if trainer.test_freq > 0 else ", before the first step only"
         fault = f"{_ROLLOUT}.val_kwargs.n is {val.n}, but greedy responses are equal; set do_sample=true, or n=1"
         yield either("validation", val.n == 1 or val.do_sample, detail, fault)
-        if val.do_sample and not val.temperature:
-            fault = f"{_ROLLOUT}.val_kwargs.do_sample is true and temperature 0, which verl refuses; set temperature"
-            yield Check("validation", False, fault)
 
 
 def objective_checks(run: RunSpec) -> Iterator[Check]:
@@ -65,10 +60,6 @@ def critic_checks(run: RunSpec) -> Iterator[Check]:
         faults.append("critic.use_dynamic_bsz is true, but no critic here supports it; set it false")
     if critic.rollout_n != actor.rollout.n:
         faults.append(f"critic.rollout_n is {critic.rollout_n}; expected {_ROLLOUT}.n, {actor.rollout.n}")
-    if critic.ppo_micro_batch_size is not None:
-        faults.append("critic.ppo_micro_batch_size is given; set critic.ppo_micro_batch_size_per_gpu instead")
-    if critic.shuffle and critic.data_loader_seed is None:
-        faults.append("critic.shuffle is true and critic.data_loader_seed null; set critic.data_loader_seed=N")
     if critic.megatron.use_dist_checkpointing or not critic.load_weight:
         faults.append("critic.load_weight must be true and critic.megatron.use_dist_checkpointing false")
     file = Path(critic.model.path) / "config.json"

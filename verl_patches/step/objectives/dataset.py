@@ -1,4 +1,4 @@
-"""Read fixed responses as a dataset of verl: presets name this file and one of its classes in data.custom_cls.
+"""Read fixed responses as a dataset of verl: presets name this file and its class in data.custom_cls.
 
 A row has the prompt as verl's own dataset makes it, and `tools_kwargs`. That is verl's column for a row's tools, which
 fit() hands to generate_sequences; here it has the token ids of the responses, and other data that the objective needs
@@ -25,17 +25,15 @@ _TRUNCATIONS = ("error", "left", "right")
 
 
 class FixedDataset(RLHFDataset):
-    """Read the rows of an objective; a response ends with the end token and is cut by data.truncation, verl's key.
+    """Read the rows of recipe.objective; a response ends with the end token and is cut by data.truncation, verl's key.
 
     Raises ConfigError for a missing column, a value of another kind, a row that the chat template does not write whole
     (chat.py), and, with truncation=error, for a response of more than data.max_response_length tokens; the error names
     file and row, counted from 0.
     """
 
-    objective = "sft"
-
     def __init__(self, data_files: Any, tokenizer: Any, config: Any, processor: Any = None):
-        self.most_tokens = config.max_response_length
+        self.objective, self.most_tokens = config._get_parent().recipe.objective.name, config.max_response_length
         if config.truncation not in _TRUNCATIONS:
             raise ConfigError(f"data.truncation is {config.truncation}; expected {' or '.join(_TRUNCATIONS)}")
         super().__init__(data_files, tokenizer, config, processor)
@@ -83,62 +81,26 @@ class FixedDataset(RLHFDataset):
     def _row_tokens(self, row: dict[str, Any]) -> dict[str, Any]:
         """Return {prompt: its token ids, responses: uncut ids of each, and other data that the objective needs}.
 
-        Raises ValueError for a row that the chat template does not write whole (chat.py).
+        rm: a second end token follows each response. verl's value of a token is that of the sequence before it, so the
+        second one has the value of the whole response. prm: marks, {place in the response: label}; for the same reason
+        a step's is at the token after its last one. Raises ValueError for a row that the chat template does not write
+        whole (chat.py).
         """
-        prompt, responses, _ = row_tokens(self.tokenizer, row)
+        steps, labels = row.get("steps", []), row.get("labels", [])
+        if len(steps) != len(labels):
+            raise ValueError(f"found {len(steps)} steps and {len(labels)} labels; expected a label for each step")
+        prompt, by_column, ends = row_tokens(self.tokenizer, row)
+        responses = [*by_column.values()]
         if "text" in row and self.truncation == "left":
-            ids = [*prompt, *responses["text"]][-self.most_tokens - 1 :]
-            prompt, responses = ids[:1], {"text": ids[1:]}
-        return {"prompt": prompt, "responses": [*responses.values()]}
-
-
-class SftData(FixedDataset):
-    """Read sft rows: `prompt` and `response`; `messages`, with `tools`; or `text`, whose first token is the prompt."""
-
-
-class PairData(FixedDataset):
-    """Read dpo and ipo rows: `prompt`, `chosen` and `rejected`."""
-
-    objective = "dpo"
-
-
-class RewardData(PairData):
-    """Read rm rows like PairData, with a second end token after each response.
-
-    verl's value of a token is that of the sequence before it, so the second one has the value of the whole response.
-    """
-
-    objective = "rm"
-
-    def _row_tokens(self, row: dict[str, Any]) -> dict[str, Any]:
-        given = super()._row_tokens(row)
-        return {**given, "responses": [[*ids, self.tokenizer.eos_token_id] for ids in given["responses"]]}
-
-
-class KtoData(FixedDataset):
-    """Read kto rows: `prompt`, `response` and `label`, true for a desirable response."""
-
-    objective = "kto"
-
-    def _row_tokens(self, row: dict[str, Any]) -> dict[str, Any]:
-        return {**super()._row_tokens(row), "label": row["label"]}
-
-
-class StepData(FixedDataset):
-    """Read prm rows: `prompt`, `steps` and `labels`, one for each step.
-
-    marks: {place in the response: label}. verl's value of a token is that of the sequence before it, so a step's value
-    is at the token after its last one.
-    """
-
-    objective = "prm"
-
-    def _row_tokens(self, row: dict[str, Any]) -> dict[str, Any]:
-        if (found := len(row["labels"])) != len(row["steps"]):
-            raise ValueError(f"found {len(row['steps'])} steps and {found} labels; expected a label for each step")
-        prompt, responses, ends = row_tokens(self.tokenizer, row)
-        ids = responses["steps"]
-        dropped = max(len(ids) - self.most_tokens, 0) if self.truncation == "left" else 0
-        ends = [end - dropped for end in ends]
-        marks = {end: float(y) for end, y in zip(ends, row["labels"], strict=True) if 0 < end < self.most_tokens}
-        return {"prompt": prompt, "responses": [ids], "marks": marks}
+            ids = [*prompt, *responses[0]][-self.most_tokens - 1 :]
+            prompt, responses = ids[:1], [ids[1:]]
+        given: dict[str, Any] = {"prompt": prompt, "responses": responses}
+        if self.objective == "rm":
+            given["responses"] = [[*ids, self.tokenizer.eos_token_id] for ids in responses]
+        elif self.objective == "kto":
+            given["label"] = row["label"]
+        elif self.objective == "prm":
+            dropped = max(len(responses[0]) - self.most_tokens, 0) if self.truncation == "left" else 0
+            marks = {end - dropped: float(label) for end, label in zip(ends, labels, strict=True)}
+            given["marks"] = {end: label for end, label in marks.items() if 0 < end < self.most_tokens}
+        return given

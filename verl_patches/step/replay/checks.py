@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from verl_patches.errors import Check, ConfigError, either
 from verl_patches.spec import RunSpec
 from verl_patches.step.replay.recording import find_recording
-from verl_patches.weights.run_folders import LATEST_LINK
 
 
 def routing_replay_checks(run: RunSpec) -> Iterator[Check]:
@@ -30,8 +28,8 @@ def routing_replay_checks(run: RunSpec) -> Iterator[Check]:
 
 
 def recording_checks(run: RunSpec) -> Iterator[Check]:
-    """Check that a recording has the run's steps, in complete files, and does not belong to the start that reads it."""
-    replay, home = run.recipe.rollout.replay, run.home.resolve()
+    """Check that a recording has the run's steps."""
+    replay = run.recipe.rollout.replay
     if replay is None:
         return
     fault = ""
@@ -39,13 +37,4 @@ def recording_checks(run: RunSpec) -> Iterator[Check]:
         find_recording(replay, run.verl.trainer.total_training_steps)
     except ConfigError as error:
         fault = str(error)
-    recording = Path(replay).absolute()
-    folders = {recording.resolve()}
-    if recording.name == LATEST_LINK:
-        folders.add(recording.parent.resolve())
-    if not fault and home in folders:
-        fault = (
-            f"recipe.rollout.replay is {replay}, this run's own folder, whose newest start will be this one; give an "
-            f"earlier start, such as {replay}/0001, or give this run another name (--run NAME, recipe.run)"
-        )
     yield either("replay", not fault, f"the responses of {replay}", fault)

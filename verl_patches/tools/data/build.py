@@ -7,24 +7,18 @@ output; memory holds only the number and the digests of each row.
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import os
+import pickle
 import re
-import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from multiprocessing import get_context
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.processes import END_SIGNALS, die_with_parent
+from verl_patches.errors import ConfigError
 from verl_patches.step.objectives.chat import row_tokens
 from verl_patches.tools.data.handlers import (
     CONVERSATION_COLUMNS,
@@ -36,7 +30,7 @@ from verl_patches.tools.data.handlers import (
     parquet_schema,
     read_template,
 )
-from verl_patches.tools.data.output import TEST, TRAIN, replaced_folder, write_manifest, write_rows
+from verl_patches.tools.data.output import TEST, TRAIN, new_folder, write_manifest, write_rows
 from verl_patches.tools.data.settings import REASON_LIMITS, Settings
 from verl_patches.tools.data.sources import Source, file_facts, input_sources, read_tokenizer
 from verl_patches.values import printable
@@ -44,11 +38,10 @@ from verl_patches.values import printable
 if TYPE_CHECKING:
     from datasets import Dataset
 
-MAX_SENTENCES, MAX_PLACES = 20, 3  # most sentences of a reason in the report, and places of each
+MAX_SHOWN = 20  # most rows of a reason in the report
 MAX_GOLD_WORDS = 4  # the reward compares longer gold answers, like any phrase, only as text
 _WORD_PATTERN = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 _BATCH_ROWS = 256
-_BATCHES_OF_A_WORKER = 4  # batches that each worker makes between two writes
 _UNRECORDED_KEYS = {"workers", "log_interval", "output_prefix"}  # keys that the output does not depend on
 # the result of a record: the row as JSON unless it is left out; a reason of REASON_LIMITS and its sentence; digests of
 # its prompt, and of all by which rows are compared; numbers of tokens of its prompt and of its longest response
@@ -57,12 +50,15 @@ RESULT_COLUMNS |= dict.fromkeys(("prompt", "digest", "prompt_tokens", "response_
 RESULT_COLUMNS |= {"conversation": "bool"}  # whether the row has CONVERSATION_COLUMNS
 
 
-def make_rows(settings: Settings, records: Sequence[tuple[str, Any]]) -> list[dict[str, Any]]:
-    """Return the RESULT_COLUMNS of some (origin, record)s; this runs in any process."""
-    return [_make_result(settings, origin, record) for origin, record in records]
+def _make_results(batch: Mapping[str, list[Any]], settings: Settings) -> dict[str, list[Any]]:
+    """Return the RESULT_COLUMNS of a batch of records; this runs in any process."""
+    pairs = zip(batch["origin"], map(pickle.loads, batch["record"]), strict=True)
+    made = [make_result(settings, origin, record) for origin, record in pairs]
+    return {name: [row[name] for row in made] for name in RESULT_COLUMNS}
 
 
-def _make_result(settings: Settings, origin: str, record: Any) -> dict[str, Any]:
+def make_result(settings: Settings, origin: str, record: Any) -> dict[str, Any]:
+    """Return the RESULT_COLUMNS of one record."""
     template, tokenizer = _template_and_tokenizer(*settings.tokenizer_choice)
     handler, additional = settings.handler, settings.dataset_additional_keys
     made: dict[str, Any] = {**dict.fromkeys(RESULT_COLUMNS), "origin": origin}
@@ -118,53 +114,11 @@ def _example(tokenizer: Any, row: dict[str, Any]) -> dict[str, Any]:
     return {name: row[name] for name in ("prompt", "text", *RESPONSE_KEYS, "tools") if name in row}
 
 
-def _made_rows(settings: Settings, sources: Sequence[Source]) -> Iterator[dict[str, Any]]:
-    """Yield the RESULT_COLUMNS of each record, in order, with a progress bar."""
-    size = _BATCH_ROWS * (_BATCHES_OF_A_WORKER * settings.workers if settings.workers > 1 else 1)
-    records = ((f"{source.name}:{line}", record) for source in sources for line, record in source.rows())
-    with _row_maker(settings) as make, tqdm(desc="Making rows", unit=" rows") as bar:
-        while some := list(itertools.islice(records, size)):
-            for row in make(some):
-                yield row
-                bar.update()
-
-
-@contextmanager
-def _row_maker(settings: Settings) -> Iterator[Callable[..., Iterable[dict[str, Any]]]]:
-    """Yield make_rows, which with more than one worker runs in that many processes.
-
-    Python ignores an exception of a signal's handler while it forks. So an end signal in the milliseconds in which the
-    first rows fork the workers may be lost, or end a worker, which is then reported as killed; a second one ends all.
-    """
-    make = functools.partial(make_rows, settings)
-    if settings.workers < 2:
-        yield make
-        return
-    executor = ProcessPoolExecutor(settings.workers, get_context("fork"), _start_worker)
-
-    def make_in_workers(records: Sequence[tuple[str, Any]]) -> Iterator[dict[str, Any]]:
-        parts = [records[first : first + _BATCH_ROWS] for first in range(0, len(records), _BATCH_ROWS)]
-        return itertools.chain.from_iterable(executor.map(make, parts))
-
-    try:
-        yield make_in_workers
-    except BrokenProcessPool as error:
-        text = f"data build: one of {settings.workers} worker processes was killed"
-        raise RecipeError(f"{text}; lower workers, or give the machine more memory") from error
-    finally:
-        executor.shutdown(cancel_futures=True)
-
-
-def _start_worker() -> None:
-    """Prepare a worker: it gets the default handlers of end signals in place of those that the fork gave it.
-
-    In its own session it gets no signal of a terminal: only the command does, which ends its workers. A kill -9 of the
-    command ends it too.
-    """
-    os.setsid()
-    die_with_parent()
-    for number in END_SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
+def _records(sources: Sequence[Source]) -> Iterator[dict[str, Any]]:
+    """Yield each record with its origin; a record that cannot be read is an error, and not every one is JSON."""
+    for source in sources:
+        for line, record in source.rows():
+            yield {"origin": f"{source.name}:{line}", "record": pickle.dumps(record)}
 
 
 def _make_dataset(settings: Settings, sources: Sequence[Source], scratch: Path) -> Dataset:
@@ -174,12 +128,23 @@ def _make_dataset(settings: Settings, sources: Sequence[Source], scratch: Path) 
 
     if all(next(source.rows(), None) is None for source in sources):  # otherwise datasets raises an error of its own
         raise ConfigError(f"input {', '.join(settings.inputs)}: expected rows, found none")
-    features = Features({name: Value(kind) for name, kind in RESULT_COLUMNS.items()})
-    given = {"cache_dir": str(scratch / "rows"), "gen_kwargs": {"settings": settings, "sources": tuple(sources)}}
+    features = Features({"origin": Value("string"), "record": Value("binary")})
+    cache = {"cache_dir": str(scratch / "rows"), "gen_kwargs": {"sources": tuple(sources)}}
     try:
-        return Dataset.from_generator(_made_rows, features, **given)
+        given = Dataset.from_generator(_records, features, **cache)
     except DatasetGenerationError as error:
         raise error.__cause__ or error from None
+    return given.map(
+        _make_results,
+        batched=True,
+        batch_size=_BATCH_ROWS,
+        remove_columns=["record"],
+        features=Features({name: Value(kind) for name, kind in RESULT_COLUMNS.items()}),
+        fn_kwargs={"settings": settings},
+        num_proc=settings.workers if settings.workers > 1 else None,
+        new_fingerprint="rows",
+        desc="Making rows",
+    )
 
 
 def _read_columns(made: Dataset, *names: str) -> Iterator[dict[str, Any]]:
@@ -190,17 +155,13 @@ def _read_columns(made: Dataset, *names: str) -> Iterator[dict[str, Any]]:
 
 def _filter_rows(made: Dataset, dedupe: bool) -> tuple[dict[str, Any], list[tuple[int, int]], dict[str, int]]:
     """Return the report, (number, digest of the prompt) of each row that is kept, and the most tokens of a row."""
-    report: dict[str, Any] = {"read": len(made), **{reason: {"rows": 0, "shown": {}} for reason in REASON_LIMITS}}
+    report: dict[str, Any] = {"read": len(made), **{reason: {"rows": 0, "shown": []} for reason in REASON_LIMITS}}
     kept, seen, longest = [], set(), {"prompt": 0, "response": 0}
 
     def count_reason(reason: str, origin: str, sentence: str) -> None:
-        found = report[reason]
-        found["rows"] += 1
-        if sentence in found["shown"] or len(found["shown"]) < MAX_SENTENCES:
-            same = found["shown"].setdefault(sentence, {"rows": 0, "places": []})
-            same["rows"] += 1
-            if len(same["places"]) < MAX_PLACES:
-                same["places"].append(origin)
+        report[reason]["rows"] += 1
+        if len(report[reason]["shown"]) < MAX_SHOWN:
+            report[reason]["shown"].append(f"{origin}: {sentence}")
 
     for number, row in enumerate(_read_columns(made, *(name for name in RESULT_COLUMNS if name != "text"))):
         if row["reason"]:
@@ -236,13 +197,13 @@ def _split_rows(settings: Settings, kept: list[tuple[int, int]], report: Mapping
     return {TRAIN: train, TEST: test}
 
 
-def build_data(settings: Settings, overwrite: bool) -> tuple[int, dict[str, Any]]:
+def build_data(settings: Settings) -> tuple[int, dict[str, Any]]:
     """Write the folder of output_prefix and return (0, report); above a limit of refuse_above return (1, report) only.
 
     Raise ConfigError for wrong use. Progress bars go to stderr.
     """
     target = Path(settings.output_prefix)
-    with replaced_folder(target, overwrite) as work:
+    with new_folder(target) as work:
         os.environ["HF_HOME"] = str((work / "hub").absolute())  # also for workers; set before HF's imports
         sources = list(input_sources(settings, work))
         _template_and_tokenizer(*settings.tokenizer_choice)  # faults end the command here

@@ -17,23 +17,20 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from omegaconf import OmegaConf
-from pydantic import FiniteFloat, ValidationError
 
 from verl_patches.errors import ConfigError, RecipeError, our_command
 from verl_patches.platform import NO_DEVICE
-from verl_patches.recipe import choices
 from verl_patches.run.environment import CONFIG_FILE, FACTS_FILE
-from verl_patches.run.files import recorded_bytes
 from verl_patches.spec import RunSpec, read_run
 from verl_patches.step.objectives.chat import row_tokens
 from verl_patches.step.replay.recording import load_rows, recording_in
 from verl_patches.tools.data.handlers import json_digest, parquet_schema, verl_row
-from verl_patches.tools.data.output import TRAIN, replaced_folder, write_manifest, write_rows
+from verl_patches.tools.data.output import TRAIN, new_folder, write_manifest, write_rows
 from verl_patches.tools.data.sources import file_facts, prompt_tokens, read_rows, read_tokenizer
-from verl_patches.values import Count, NotNegative, field_types, loading_errors, read_yaml, size_text, value_faults
+from verl_patches.values import loading_errors, read_yaml
 
 COLUMNS = {"best": ("response",), "conditional": ("response",), "pairs": ("chosen", "rejected")}
 REWARD_TAG = "{input} <rm_score>: {reward:.2f} "
@@ -44,29 +41,18 @@ _SCORE_TOLERANCE = 1e-6  # scores are recorded in fp32: 0.7 is 0.69999999
 class Choice:
     """Hold the options of `data from-rollouts`.
 
-    best: most responses of a prompt. threshold: the least reward of a response, or of a chosen one.
-    margin: the least difference of a pair's rewards, which are never equal.
+    best: with kind best, most responses of a prompt. threshold: the least reward of a response, or of a chosen one.
+    margin: of pairs, the least difference of a pair's rewards, which are never equal.
     """
 
-    kind: Annotated[str, choices(*COLUMNS)] = "best"
-    best: Count = 1
-    threshold: FiniteFloat | None = None
-    margin: NotNegative = 0.0
-
-    def __post_init__(self):
-        if faults := value_faults(field_types(Choice), asdict(self)):
-            raise ConfigError(f"data from-rollouts: {'; '.join(faults)}")
-        if (self.best != 1 and self.kind != "best") or (self.margin and self.kind != "pairs"):
-            text = "data from-rollouts: expected --best only with --to best, and --margin only with --to pairs"
-            raise ConfigError(f"{text}, found --to {self.kind}; remove the option")
+    kind: str = "best"
+    best: int = 1
+    threshold: float | None = None
+    margin: float = 0.0
 
 
 def write_rollout_data(
-    run: Path,
-    target: Path,
-    choice: Choice,
-    overwrite: bool = False,
-    progress: Callable[[int], Any] = lambda steps: None,
+    run: Path, target: Path, choice: Choice, progress: Callable[[int], Any] = lambda steps: None
 ) -> dict[str, Any]:
     """Write the folder `target`, train.parquet and manifest.json, from a start of a run; return the report's counts.
 
@@ -76,11 +62,11 @@ def write_rollout_data(
     read, and RecipeError where no row is left; then nothing is written.
     """
     spec = recorded_run(run)
-    steps, tokenizer = scored_steps(run, spec), run_tokenizer(spec)
+    steps, tokenizer = scored_steps(run), run_tokenizer(spec)
     report: dict[str, Any] = dict.fromkeys(("steps", "prompts", "responses", "rows"), 0)
     left_out: Counter[str] = Counter()
     longest = {"prompt": 0, "response": 0}
-    with replaced_folder(target, overwrite) as work:
+    with new_folder(target) as work:
         keys = {json_digest(row["prompt"]) for step in steps for row in load_rows(steps[step], step)}
         data = _recorded_prompts(spec, tokenizer, keys)
         file, seen = work / "out" / TRAIN, set()
@@ -129,25 +115,18 @@ def write_rollout_data(
 def recorded_run(run: Path) -> RunSpec:
     """Return the facts of a run from the folder of a start; raise ConfigError where they cannot be read."""
     with loading_errors(f"{run}: expected the folder of a run, with {CONFIG_FILE} and {FACTS_FILE}"):
-        try:
-            return read_run((run / FACTS_FILE).read_text(), OmegaConf.create(read_yaml(run / CONFIG_FILE)))
-        except ValidationError:
-            text = f"{run / FACTS_FILE}: expected this version's format, found an earlier version's"
-            raise ConfigError(f"{text}; read it with that version, or record the run again") from None
+        return read_run((run / FACTS_FILE).read_text(), OmegaConf.create(read_yaml(run / CONFIG_FILE)))
 
 
-def scored_steps(run: Path, spec: RunSpec) -> dict[int, Path]:
+def scored_steps(run: Path) -> dict[int, Path]:
     """Return {step: folder} of the steps whose responses and rewards are recorded; raise ConfigError without any."""
     steps = recording_in(run)
     scored = {n: folder for n, folder in steps.items() if (folder / f"scores_{n}.safetensors").is_file()}
     if scored:
         return scored
-    if not spec.samples:
-        raise ConfigError(f"{run}: expected rollouts, found none: it trains on fixed data; give a run that samples")
-    found = f"{len(steps)} steps without rewards, as no update followed" if steps else "no rollouts"
-    size = size_text(recorded_bytes(spec))
+    found = f"{len(steps)} steps without rewards, as no update followed" if steps else "none"
     text = f"{run}: expected recorded rollouts and their rewards, found {found}"
-    raise ConfigError(f"{text}; run it with recipe.rollout.record=true, {size} a step (modelled)")
+    raise ConfigError(f"{text}; give a run that samples, with recipe.rollout.record=true")
 
 
 def run_tokenizer(spec: RunSpec) -> Any:

@@ -6,12 +6,12 @@ import itertools
 import json
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_patches.errors import ConfigError
-from verl_patches.shared_files import LOCK, PARTIAL, locked_folder, sync
+from verl_patches.shared_files import PARTIAL, sync
 from verl_patches.tools.data.handlers import conversation_row
 
 if TYPE_CHECKING:
@@ -22,51 +22,27 @@ GROUP_ROWS = 1024
 
 
 @contextmanager
-def replaced_folder(target: Path, overwrite: bool) -> Iterator[Path]:
+def new_folder(target: Path) -> Iterator[Path]:
     """Yield a scratch folder, whose `out` takes the name `target` if the block ends well and it holds files.
 
-    It is `.NAME.partial/scratch` beside `target`, locked while it is used; leftovers of a killed call are removed
-    first, and all of it in the end. Raise ConfigError where `target` exists (with `overwrite`: unless all its files are
-    TRAIN, TEST and MANIFEST), cannot be written, or is being written.
+    It is `.NAME.partial` beside `target`, and is removed in the end. Raise ConfigError where `target` or a scratch
+    folder exists, or cannot be written.
     """
-
-    def output_error(text: object) -> ConfigError:
-        return ConfigError(f"output {target}: {text}, or choose another output folder")
-
-    if target.name in ("", "..") or not target.name.isprintable():
-        raise output_error("expected a path that ends in a printable folder name; correct it")
-    work = target.with_name(f".{target.name}{PARTIAL}")
-    scratch, replaced = work / "scratch", work / "scratch" / "old"
-    with locked_folder(work, lambda: output_error("another process is writing it; wait until it ends"), output_error):
-        try:
-            if replaced.exists() and not target.exists():  # a call was killed between its two renames
-                replaced.rename(target)
-            if target.is_symlink() or (target.exists() and not target.is_dir()):
-                raise output_error("expected a folder or no file, found a file or a link; remove it")
-            there = {path.name for path in target.iterdir()} if target.exists() else set()
-            if others := there - {TRAIN, TEST, MANIFEST}:
-                expected = f"{TRAIN}, {TEST} and {MANIFEST}"
-                raise output_error(f"expected only {expected}, found other files, such as {min(others)!r}; remove them")
-            if there and not overwrite:
-                raise output_error("expected a new folder, found an existing one; replace it with --overwrite")
-            shutil.rmtree(scratch, ignore_errors=True)
-            (scratch / "out").mkdir(parents=True)
-            yield scratch
-            if files := list((scratch / "out").iterdir()):
-                for file in files:
-                    sync(file)
-                if target.exists():
-                    target.rename(replaced)
-                (scratch / "out").rename(target)
-        except OSError as error:
-            raise output_error(f"cannot be written ({error}); free or repair the disk") from error
-        finally:
-            if replaced.exists() and not target.exists():  # the second rename failed
-                replaced.rename(target)
-            shutil.rmtree(scratch, ignore_errors=True)
-            with suppress(OSError):
-                (work / LOCK).unlink()
-                work.rmdir()
+    work = target.with_name(f".{target.name}{PARTIAL}") if target.name else target
+    for there in (target, work):
+        if there.exists():
+            raise ConfigError(f"output {there}: expected a new folder, found an existing one; remove it")
+    try:
+        (work / "out").mkdir(parents=True)
+        yield work
+        if files := list((work / "out").iterdir()):
+            for file in files:
+                sync(file)
+            (work / "out").rename(target)
+    except OSError as error:
+        raise ConfigError(f"output {target}: cannot be written ({error}); free or repair the disk") from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def write_manifest(folder: Path, **facts: Any) -> None:

@@ -20,7 +20,7 @@ def read_samples(run: Path, step: int | None = None) -> Iterator[dict[str, Any]]
     response, uid, and TEXT_COLUMNS where they are recorded}. Raises ConfigError for a step that is not recorded.
     """
     spec = recorded_run(run)
-    steps, tokenizer = scored_steps(run, spec), run_tokenizer(spec)
+    steps, tokenizer = scored_steps(run), run_tokenizer(spec)
     number = max(steps) if step is None else step
     if number not in steps:
         text = f"expected a step that is recorded, {min(steps)} to {max(steps)}, found {step}"

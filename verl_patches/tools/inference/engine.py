@@ -1,39 +1,52 @@
-"""Build vLLM's engine in this process, as a run's rollout does, with weights read from any folder of weights.
+"""Run vLLM's engine on the weights of any folder: in this process, or on the ranks of one rollout instance on Ray.
 
-A single rank has no port, as torch.distributed's store is in this process. Several ranks each have a process of their
-own (ranks.py). Import this file only after verl_patches.prelude_patch, which patches what it imports.
+A configuration of one rank on a CPU or an emulated device needs no Ray. For several ranks, and on NPUs, verl's own
+worker group places the workers like the trainer's; each reads its weights from the folder, which every node needs under
+the same path. Ranks of a data-parallel group share experts, so they make their steps together; a rank without prompts
+takes part with a dummy batch, as in a run (row platform.vllm_dp_lockstep). Import this file only after
+verl_patches.prelude_patch, which patches what it imports.
 """
 
 from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import signal
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import ray
 import torch
 import torch.distributed as dist
+from verl.single_controller.base import Worker
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from vllm import LLM, SamplingParams
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
-from vllm.sampling_params import RequestOutputKind
 
-from verl_patches.errors import RecipeError
+from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.launch.launcher import short_temp_dir
+from verl_patches.launch.ray_cluster import ray_options, require_nodes
+from verl_patches.platform.loopback_store import loopback_store
+from verl_patches.run.environment import RAY_FOLDER
+from verl_patches.run.ray_nodes import error_line
 from verl_patches.spec import RunSpec
+from verl_patches.trainer import ray_start
 from verl_patches.values import loading_errors
 from verl_patches.weights.reader import WeightReader
 from verl_patches.weights.source import Source, open_source
 
-_LAUNCHER_VARIABLES = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-SINGLE_RANK = {"tensor_parallel_size": 1, "data_parallel_size": 1, "enable_expert_parallel": False}
 
+class Response(NamedTuple):
+    """Hold the tokens of a response, and why it ended: stop or length."""
 
-class Request(NamedTuple):
-    """Hold a prompt as vLLM takes it."""
-
-    name: str
     tokens: list[int]
-    params: SamplingParams
+    finish: str
+
+
+# (tokens of each prompt, its sampling) -> responses of each prompt
+Generate = Callable[[Sequence[list[int]], Sequence[SamplingParams]], list[list[Response]]]
 
 
 class SourceLoader(BaseModelLoader):
@@ -56,16 +69,22 @@ def remote_experts(model: torch.nn.Module) -> set[str]:
 
 def _read_tensors(source: Source, left_out: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, whole tensor), FP8 decoded to bf16 and checked against a manifest's digests, but not `left_out`."""
-    with WeightReader(source, sequential=True, verify=True) as reader:
+    with WeightReader(source, verify=True) as reader:
         for name in source.tensors:
             if name.rsplit(".", 2)[0] not in left_out:
                 yield name, reader.read(name)
 
 
-def sampling_params(sampling: Mapping[str, Any]) -> SamplingParams:
-    """Return vLLM's SamplingParams of these names; raise ConfigError for values that vLLM refuses."""
+def prompt_params(sampling: Mapping[str, Any], count: int) -> list[SamplingParams]:
+    """Return vLLM's SamplingParams of each of `count` prompts: prompt i has seed + i * n, on any number of ranks.
+
+    Raise ConfigError for values that vLLM refuses.
+    """
     with loading_errors("sampling: expected values that vLLM takes"):
-        return SamplingParams(**sampling)
+        found = [SamplingParams(**sampling, detokenize=False) for _ in range(count)]
+    for number, params in enumerate(found):
+        params.seed = (params.seed + number * params.n) % 2**32
+    return found
 
 
 def token_budget(run: RunSpec, length: int) -> int:
@@ -77,71 +96,111 @@ def token_budget(run: RunSpec, length: int) -> int:
     return budget if run.splits_prompts else max(budget, length)
 
 
-class Engine:
-    """Hold the engine of a run with the weights of `folder`; length: most tokens of a prompt and its response.
+def _build_engine(folder: Path, run: RunSpec, length: int) -> LLM:
+    """Return the engine of this process, a rank of run.rollout; `length`: most tokens of a prompt and its response."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    rollout = run.verl.actor_rollout_ref.rollout
+    options = {
+        **run.engine,
+        "model": str(folder),
+        "load_format": SourceLoader,
+        "trust_remote_code": run.recipe.trust_remote_code,
+        "max_model_len": length,
+        "max_num_batched_tokens": token_budget(run, length),
+        "distributed_executor_backend": "external_launcher",
+        "tensor_parallel_size": run.rollout.tp,
+        "data_parallel_size": run.rollout.dp,
+        "enable_expert_parallel": run.world_size > 1 and run.recipe.rollout.enable_expert_parallel,
+        "seed": 0,
+        "disable_log_stats": True,
+    }
+    for name in ("dtype", "enforce_eager", "gpu_memory_utilization", "enable_chunked_prefill"):
+        options[name] = rollout[name]
+    try:
+        return LLM(**{name: value for name, value in options.items() if value is not None})
+    except ValueError as error:  # such as a KV cache that is too small for `length`
+        raise RecipeError(f"{folder}: vLLM's engine failed to start: {error}") from error
 
-    parallel: vLLM's arguments for the layout of which this process is a rank.
+
+def _generate(llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[list[Response]]:
+    """Return the responses of this rank's prompts; collective over the ranks, also for one without prompts."""
+    if not prompts:
+        llm._run_engine(use_tqdm=False)
+        return []
+    given = [{"prompt_token_ids": tokens} for tokens in prompts]
+    outputs = llm.generate(given, list(params), use_tqdm=len(prompts) > 1)
+    return [[Response(list(each.token_ids), each.finish_reason) for each in output.outputs] for output in outputs]
+
+
+class EngineWorker(Worker):
+    """Run the engine of one rank."""
+
+    def build(self, folder: Path, run: RunSpec, length: int) -> None:
+        """Build the engine; collective over all ranks of the instance."""
+        with loopback_store():
+            dist.init_process_group("gloo")
+        self.engine = _build_engine(folder, run, length)
+
+    def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[list[Response]]:
+        """Return the responses of a replica's prompts."""
+        return _generate(self.engine, prompts, params)
+
+
+@contextmanager
+def start_engine(folder: Path, run: RunSpec, length: int) -> Iterator[Generate]:
+    """Yield a function that generates with the weights of a folder, as long as the block lasts.
+
+    `length`: most tokens of a prompt and its response. Several ranks join recipe.ray_address, or start their own Ray on
+    this machine. Raise ConfigError where nodes are missing; where other jobs have their dies, it waits.
     """
-
-    def __init__(self, folder: Path, run: RunSpec, length: int, parallel: Mapping[str, Any] = SINGLE_RANK):
-        gc.collect()  # frees an earlier engine, which has reference cycles
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        if not dist.is_initialized():
-            os.environ.update(_LAUNCHER_VARIABLES)
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        rollout = run.verl.actor_rollout_ref.rollout
-        given = {**run.engine, **parallel}
-        try:
-            self._llm = LLM(
-                model=str(folder),
-                load_format=SourceLoader,
-                dtype=rollout.dtype,
-                trust_remote_code=run.recipe.trust_remote_code,
-                max_model_len=length,
-                max_num_batched_tokens=token_budget(run, length),
-                enforce_eager=rollout.enforce_eager,
-                gpu_memory_utilization=rollout.gpu_memory_utilization,
-                enable_chunked_prefill=rollout.enable_chunked_prefill,
-                distributed_executor_backend="external_launcher",
-                seed=0,
-                disable_log_stats=True,
-                **{name: value for name, value in given.items() if value is not None},
-            )
-        except ValueError as error:  # such as a KV cache that is too small for `length`
-            raise RecipeError(f"{folder}: vLLM's engine failed to start: {error}") from error
-
-    def run(self, prompts: list[list[int]], params: SamplingParams, first: int) -> Iterator[Any]:
-        """Yield vLLM's RequestOutput of each prompt [tokens] from number `first` on, in order.
-
-        Prompt i has seed + i * n, so that a resumed call draws the same as an uninterrupted one.
-        """
-        requests = [
-            _request(number, tokens, params, number * params.n, RequestOutputKind.FINAL_ONLY)
-            for number, tokens in enumerate(prompts[first:], first)
-        ]
-        done, number = {}, first
-        for output in self.outputs(requests):
-            if output.finished:
-                done[int(output.request_id)] = output
-            while number in done:
-                yield done.pop(number)
-                number += 1
-
-    def stream(self, tokens: list[int], params: SamplingParams, turn: int) -> Iterator[Any]:
-        """Yield vLLM's RequestOutput of one prompt after each step, with all of its text so far."""
-        yield from self.outputs([_request(turn, tokens, params, turn, RequestOutputKind.CUMULATIVE)])
-
-    def outputs(self, requests: Sequence[Request]) -> Iterator[Any]:
-        """Yield vLLM's outputs as they come, until each rank has made its own; collective over the ranks."""
-        engine = self._llm.llm_engine
-        for name, tokens, params in requests:
-            engine.add_request(name, {"prompt_token_ids": tokens}, params)
-        while engine.has_unfinished_requests():
-            yield from engine.step()
-        self._llm._run_engine(use_tqdm=False)  # a rank of V0 that has ended takes part in the others' steps
+    if run.platform == "npu" or run.world_size > 1:
+        with _start_ranks(folder, run, length) as generate:
+            yield generate
+        return
+    gc.collect()  # frees an earlier engine, which has reference cycles
+    if not dist.is_initialized():
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    llm = _build_engine(folder, run, length)
+    yield lambda prompts, params: _generate(llm, prompts, params)
 
 
-def _request(name: int, tokens: list[int], params: SamplingParams, more: int, kind: RequestOutputKind) -> Request:
-    own = params.clone()
-    own.seed, own.output_kind = (own.seed + more) % 2**32, kind
-    return Request(str(name), tokens, own)
+@contextmanager
+def _start_ranks(folder: Path, run: RunSpec, length: int) -> Iterator[Generate]:
+    """Yield `start_engine`'s function for engines on Ray; replica d of R has prompts d, d + R, ..."""
+    require_nodes(run)
+    trainer, tp, replicas = run.verl.trainer, run.rollout.tp, run.rollout.dp
+    options = {**ray_options(run), "engine": None, "log_to_driver": False}  # no Megatron here
+    with ExitStack() as stack:
+        if "_temp_dir" in options:
+            options["_temp_dir"] = str(stack.enter_context(short_temp_dir()) / RAY_FOLDER)
+        sigterm_handler = signal.getsignal(signal.SIGTERM)
+        ray_start.start_ray(**options)
+        signal.signal(signal.SIGTERM, sigterm_handler)  # replaces Ray's own handler
+        stack.callback(ray.shutdown)
+        pool = RayResourcePool([trainer.n_gpus_per_node] * trainer.nnodes, use_gpu=True, max_colocate_count=1)
+        kind = RayClassWithInitArgs(ray.remote(EngineWorker))
+        with _rank_errors():
+            group = ray_start.run_unless_start_fails(lambda: RayWorkerGroup(pool, kind, device_name=trainer.device))
+            workers = group._workers
+            ray.get([worker.build.remote(folder.absolute(), run, length) for worker in workers])
+
+        def generate(prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[list[Response]]:
+            shares = [(prompts[replica::replicas], params[replica::replicas]) for replica in range(replicas)]
+            with _rank_errors():
+                made = ray.get([worker.generate.remote(*shares[rank // tp]) for rank, worker in enumerate(workers)])
+            return [made[number % replicas * tp][number // replicas] for number in range(len(prompts))]
+
+        yield generate
+
+
+@contextmanager
+def _rank_errors() -> Iterator[None]:
+    """Raise an error of a rank unchanged if it is one of ours, else as a RecipeError of one sentence."""
+    try:
+        yield
+    except (ray.exceptions.RayError, RuntimeError) as error:  # RuntimeError: a rank could not start
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, (ConfigError, RecipeError)):
+            raise cause from error
+        raise RecipeError(f"a rank of the rollout failed: {repr(cause) if cause else error_line(error)}") from error

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from verl_patches.layout.inventory import DTYPE_BYTES, build_inventory
-from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import static_bytes
 from verl_patches.platform.npu import MC2_MIN_RANKS
 from verl_patches.spec import RunSpec
@@ -22,7 +21,7 @@ from verl_patches.worker.probe.operators import check_mc2, check_operators
 OPERATORS, MC2 = "operators", "MC2"  # probes beside the kinds of groups
 EXPERTS = "rollout experts"  # the groups over which MC2 exchanges tokens too
 REPEATS = 5
-_BUCKET = 40_000_000  # elements of a bucket of gradients: megatron.core.distributed.DistributedDataParallelConfig
+_GRADIENT_BYTES = 160_000_000  # at most; a larger reduction moves its bytes no faster
 
 
 class GroupKind(NamedTuple):
@@ -42,7 +41,7 @@ def group_kinds(run: RunSpec) -> dict[str, GroupKind]:
     train, size, hidden = run.train, DTYPE_BYTES[run.torch_dtype], run.model.hidden_size
     tokens = -(-run.longest_tokens // train.cp)  # of a longest sample on a rank
     routed, held = hidden * run.model.num_experts_per_tok, static_bytes(build_inventory(run.model), train, 0)
-    gradients = 4 * min(run.recipe.train.ddp_bucket_size or _BUCKET, held.param_bytes // size)
+    gradients = min(_GRADIENT_BYTES, 4 * held.param_bytes // size)
     kinds = {
         "train tp": (train, "tp", "all_reduce", tokens * hidden * size),
         "train cp": (train, "cp", "all_reduce", tokens * hidden * size),
@@ -59,12 +58,11 @@ def group_kinds(run: RunSpec) -> dict[str, GroupKind]:
         if run.recipe.rollout.enable_expert_parallel:
             batch = -(-run.max_num_seqs // rollout.tp)
             kinds[EXPERTS] = (rollout, "instance", "all_to_all", batch * routed * size)
-    made = {name: _kind(*kind) for name, kind in kinds.items()}
+    made = {
+        name: GroupKind(layout.groups(axis), collective, size_bytes)
+        for name, (layout, axis, collective, size_bytes) in kinds.items()
+    }
     return {name: kind for name, kind in made.items() if len(kind.groups[0]) > 1}
-
-
-def _kind(layout: ParallelLayout, axis: str, collective: str, size_bytes: int) -> GroupKind:
-    return GroupKind(layout.groups(axis), collective, size_bytes)
 
 
 def group_probes(run: RunSpec) -> tuple[str, ...]:

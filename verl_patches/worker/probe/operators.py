@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 
 from verl_patches.reference import attention, experts, layers, paged_mla
 from verl_patches.spec import A3, RunSpec
@@ -144,7 +145,9 @@ def _compare(run: RunSpec, case: OperatorCase) -> OperatorRow:
     kinds = [x.dtype for _, x in case.tensors() if x.is_floating_point()]
     tolerance = max((TOLERANCES[kind] for kind in kinds), default=0.0)
     row = functools.partial(OperatorRow, case.title, case.shape, tolerance=tolerance)
-    fp32 = _mapped(case.arguments, lambda x: x.to(torch.float32 if x.is_floating_point() else x.dtype, copy=True))
+    fp32 = tree_map_only(
+        torch.Tensor, lambda x: x.to(torch.float32 if x.is_floating_point() else x.dtype, copy=True), case.arguments
+    )
     references = case.expected or functools.partial(case.call, *(_REFERENCES.get(name) for name in case.names))
     expected = case.results(references, fp32)
     try:
@@ -192,16 +195,8 @@ def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float(apart.max() / expected[defined].abs().max())
 
 
-def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(value, dict):
-        return {name: _mapped(each, change) for name, each in value.items()}
-    if isinstance(value, list):
-        return [_mapped(each, change) for each in value]
-    return change(value) if isinstance(value, torch.Tensor) else value
-
-
 def _on_device(case: OperatorCase) -> dict[str, Any]:
-    moved = _mapped(case.arguments, lambda x: x.to("npu", copy=True))
+    moved = tree_map_only(torch.Tensor, lambda x: x.to("npu", copy=True), case.arguments)
     return moved | {name: case.arguments[name].clone() for name in case.on_host}
 
 

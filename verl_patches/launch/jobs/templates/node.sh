@@ -134,7 +134,7 @@ up() { # [HEAD]
 
 wait_for_all() {
     read_record "$folder/started" || fail 1 "Ray was not started here, or was ended by down.sh: run up.sh first"
-    tool wait "$address:$gcs" "$job" "$nodes" "$wait_s" "$first_port" "${hosts[@]}"
+    tool wait "$address:$gcs" "$job" "$nodes" "$wait_s" "${hosts[@]}"
 }
 
 # The command's files in the folder: `command` has the number, token and pid of the newest start and the mark of this Ray,

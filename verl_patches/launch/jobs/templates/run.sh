@@ -12,7 +12,7 @@ goes_on="if the command was started, it still runs: follow.sh shows its output, 
 
 [ $# = 0 ] || command=("$@")
 [ ${#command[@]} != 0 ] || fail 2 "job $job has no command to run"
-read_secrets
+require_secrets
 token=$(< /proc/sys/kernel/random/uuid) # a call that was lost is made again, and the command is started once
 until code=0 && { on 0 run "$token" || code=$?; } && [ $code != $lost ]; do
     ((SECONDS < reconnect_s)) || fail 1 "no connection to node 0 (${hosts[0]}) for $reconnect_s s: start run.sh again, or follow.sh"

@@ -46,14 +46,8 @@ on() { # RANK VERB [ARGUMENT...]: node.sh on a node, in the job's container wher
 }
 listed="docker ps --all --quiet --filter label=verl_patches.job=$job" # the job's containers, and no others
 
-read_secrets() { # of this shell's environment, else of the job's env_file, which is read as docker's --env-file is
-    local line name
-    if [ -n "$env_file" ] && [ ${#secrets[@]} != 0 ]; then
-        while IFS= read -r line || [ -n "$line" ]; do
-            name=${line%%=*}
-            [[ " ${secrets[*]} " != *" $name "* || -n ${!name:-} ]] || printf -v "$name" %s "${line#*=}"
-        done < "$env_file"
-    fi
+require_secrets() {
+    local name
     for name in "${secrets[@]}"; do
         [ -n "${!name:-}" ] || fail 2 "secret $name of job $job is unset here: export it first; nothing was started"
     done

@@ -48,7 +48,7 @@ failed() {
 
 exec 8> "$here/.lock"
 flock --nonblock 8 || fail 2 "another up.sh runs in $here: wait for its end, or run down.sh"
-read_secrets
+require_secrets
 new='' in_the_way=''
 if [ -n "$image" ]; then
     limit=$((wait_s > 180 ? wait_s : 180)) # docker may have to pull the image
