@@ -106,7 +106,7 @@ def test_the_documented_reward_scores_the_documented_data(tmp_path):
     (tmp_path / "own.py").write_text(code)
     given = f"input={ROOT / 'data' / 'deepscaler_sample.json'}"
     assert "data build data/sample.yaml" in text
-    assert build_data(read_settings(ROOT / "data" / "sample.yaml", [given], tmp_path / "out"), False)[0] == 0
+    assert build_data(read_settings(ROOT / "data" / "sample.yaml", [given], tmp_path / "out"))[0] == 0
     rows = parquet.read_table(tmp_path / "out" / "train.parquet").to_pylist()
     assert len(rows) > 200
     for row in rows:
