@@ -4,9 +4,9 @@
 
 `pins` comes from configs/upstream.yaml (with some of its rows in the READMEs), `models` from
 configs/model, `machines` from verl_patches/platform/npu/machine.py,
-`patches` from the catalogue without the emulation, `recipe` from the docstrings of verl_patches/recipe.py, `checks`
-from the rows of verl_patches/launch/doctor/doctor.py, `recipes` from configs/algo and docs/recipes.json
-(scripts/recipe_runs.py), and `reference`, `gains`, `rows` and `totals` from configs/level and scripts/public_recipe.py.
+`patches` from the catalogue without the emulation, `recipe` from the docstrings of verl_patches/recipe.py, `recipes`
+from configs/algo and docs/recipes.json (scripts/recipe_runs.py), and `reference`, `gains`, `rows` and `totals` from
+configs/level and scripts/public_recipe.py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ import public_recipe  # noqa: E402
 import recipe_runs  # noqa: E402
 
 from verl_patches.catalog import ROWS  # noqa: E402
-from verl_patches.launch.doctor.doctor import ALL_ROWS, NODE_ROWS  # noqa: E402
 from verl_patches.layout.inventory import build_inventory  # noqa: E402
 from verl_patches.layout.model_folder import read_config  # noqa: E402
 from verl_patches.patching.spec import PatchSpec  # noqa: E402
@@ -41,9 +40,9 @@ from verl_patches.values import allowed_values_text, field_types  # noqa: E402
 
 READMES = {"README.md": "en", "README_zh.md": "zh"}
 PINS, PATCHES, RECIPE = "docs/line-a3.md", "docs/patches.md", "docs/configuration.md"
-CHECKS, RECIPES, LEVELS = "docs/operate.md", "docs/recipes.md", "docs/levels.md"
+RECIPES, LEVELS = "docs/recipes.md", "docs/levels.md"
 PLAN, CHINESE_RECIPE = "docs/plan.md", "docs/zh/configuration.md"
-FILES = (*READMES, PINS, PATCHES, RECIPE, CHINESE_RECIPE, CHECKS, RECIPES, LEVELS, PLAN)
+FILES = (*READMES, PINS, PATCHES, RECIPE, CHINESE_RECIPE, RECIPES, LEVELS, PLAN)
 WORDS = {
     "en": {
         "engine": "vLLM's engine",
@@ -253,18 +252,6 @@ def machines_table() -> str:
     return "\n".join([*text, *(f"| {name} | {' | '.join(map(str, row))} |" for name, row in rows.items())]) + "\n"
 
 
-def checks_table() -> str:
-    """Return a table with a row per check of `doctor`, which prints what to do itself."""
-    text = []
-    for where, rows in (("each node", NODE_ROWS), ("all nodes", ALL_ROWS)):
-        text += [f"| check of {where} | how it is found | expected |", "|---" * 3 + "|"]
-        for row in rows:
-            cells = row.name, row.method, row.expected
-            text.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-        text.append("")
-    return "\n".join(text)
-
-
 def patches_list(specs: Sequence[PatchSpec]) -> str:
     """Return a list of the patches: id, role unless it is correctness, runs that may use it (RUN_WORDS), and target."""
     text = []
@@ -293,8 +280,6 @@ def _file_tables(name: str) -> dict[str, str]:
         return {"pins": pins_table(load_pins(), "en", PIN_ROWS), "models": models_table(), "machines": machines_table()}
     if name == RECIPES:
         return {"recipes": recipe_runs.presets_table(recipe_runs.read_record(), recipe_runs.presets())}
-    if name == CHECKS:
-        return {"checks": checks_table()}
     if name == LEVELS:
         return {"reference": public_recipe.reference_list(), "gains": public_recipe.gains_table()}
     if name == PLAN:

@@ -110,7 +110,7 @@ class Train:
 class RolloutAscend:
     """Set options of vllm-ascend, on platform npu only. run/engine_options.py writes them where the engine reads them.
 
-    A default is the pin's unless its key gives a reason. Symbols are those of vllm-ascend f20869ef.
+    Defaults are those of the pinned vllm-ascend unless a key says otherwise. Symbols are those of vllm-ascend f20869ef.
 
     graphs: decode in torchair graphs. It decides rollout.enforce_eager and rollout.free_cache_engine too, as the pin
     refuses other combinations (vllm_ascend.ascend_config.check_ascend_config).
@@ -130,7 +130,7 @@ class RolloutAscend:
     (vllm_ascend.platform.NPUPlatform.check_and_update_config), which takes prompts whole.
     chunked_prefill_for_mla: compute attention of a prompt's chunk by the ring kernel instead of a loop
     (vllm_ascend.attention.mla_v1.AscendMLAImpl._forward_prefill).
-    mla_pa: let eager decode read both KV caches in place, in place of a copy (VLLM_ASCEND_MLA_PA).
+    mla_pa: let eager decode read both KV caches without a copy (VLLM_ASCEND_MLA_PA).
     prefix_caching: let requests share the KV of equal prefixes, as the n responses of a prompt do.
     top_k_optimize: apply top-k and top-p by a threshold, without a scatter of the vocabulary's 129,280 words
     (VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE, vllm_ascend.patch.worker.patch_common.patch_sampler).
@@ -246,7 +246,7 @@ class TensorCache:
 class Memory:
     """Set the memory ledger of every worker, and the host memory that the memory plan is compared with.
 
-    host_gib: host memory of a node in GiB, of which the plan leaves Ray's memory monitor 5 %. null: not compared.
+    host_gib: host memory of a node in GiB, of which a run may need 95 %; null: that of this machine if it has dies.
     ledger: compare the memory groups on the device in each phase with the table in memory/schedule.py. report logs and
     records differences, strict stops the run at the first one, off compares nothing.
     """
@@ -260,9 +260,8 @@ class LogprobCheck:
     """Compare vLLM's log-probs of sampled tokens with the actor's, as mean |delta| in nats.
 
     action: stop ends the run with an error, report only prints and stores, off does not compare.
-    every: null compares the responses of every step, which needs temperature 1 with top-p and top-k off. N samples
-    an extra sequence of at most 256 tokens on each replica, in the first step and each N-th after it; the step itself
-    does not change.
+    every: null compares the responses of every step, which needs temperature 1 with top-p and top-k off; N samples
+    one more sequence of at most 256 tokens on each replica, in steps 1, N+1, 2N+1, ..., and trains on none of them.
     max_mean_fp32, max_mean_bf16: limit of mean |delta| for this training dtype.
     """
 
@@ -299,7 +298,7 @@ class Timeouts:
 
     wall_s: seconds since the start; null: no limit.
     quiet_s: seconds since the last output; null: no limit.
-    load_s: seconds without a byte read or written after which a run ends that loads weights, or waits for a checkpoint.
+    load_s: seconds without a byte read or written, while weights are loaded or a checkpoint is awaited.
     """
 
     wall_s: Positive | None = None
@@ -333,11 +332,11 @@ class Watch:
     """Set the stall detection of a run (docs/operate.md): how long a process may stay in one phase.
 
     action: stop ends a run that stalls, off starts no heartbeats.
-    first_s: bound in seconds of a phase that a process has not ended before. Writing a trace has at least
+    first_s: limit in seconds for a phase that a process has not completed before. Writing a trace has at least
     recipe.timeouts.load_s every time, validation the first time; so have loading and waiting for a checkpoint, counted
     from the last byte that any process read or wrote.
-    least_s: least bound in seconds of a phase that the process has ended before.
-    factor: bound of a phase as a multiple of its longest duration so far on any rank. The largest bound applies.
+    least_s: smallest limit in seconds for a phase that the process has completed before.
+    factor: limit for a phase as a multiple of its longest duration so far on any rank. The largest limit applies.
     Independently of these, a rank may wait for another in a process group for 0.8 of distributed_timeout_minutes.
     """
 
@@ -351,7 +350,7 @@ class Watch:
 class Alarms:
     """Raise named alarms over the record of each step (trainer/alarms.py). A bound of null switches its alarm off.
 
-    action: warn prints and records an alarm, stop ends the run at the first one that is no growth.
+    action: warn prints and records an alarm, stop ends the run at the first one that is not about growth.
     expert_load: raise expert_collapse where an expert has more than this multiple of the mean (recipe.expert_load).
     length_share: raise length_collapse where responses are shorter than this share of the median of the first steps.
     at_limit: raise length_limit where more than this share of the responses ends at the length limit.
@@ -361,7 +360,7 @@ class Alarms:
     growth: raise rss_growth, device_growth or seconds_growth where the memory of a process or of a device, or the
     seconds of a step, grow by more than this share in 20 steps. node_growth is raised where a node's memory will be
     full.
-    max_growth: end the run, whatever `action` is, where one of these grows by more than this share.
+    max_growth: end the run, whatever `action` is, where one of these three grows by more than this share.
     """
 
     action: Annotated[str, choices("warn", "stop")] = "warn"
@@ -435,13 +434,13 @@ class Recipe:
     before Ray gives it a die. On npu it must not import torch_npu.
     expert_load: count the tokens of each expert in training; every step records max / mean.
     model_shape: HF config.json from which the plan reads sizes, relative to the configs folder.
-    trust_remote_code: run the Python code of a tokenizer that is code in the model's folder (Moonlight, Kimi-K2). It
-    becomes verl's two keys of that name, of data and of actor_rollout_ref.model.
+    trust_remote_code: run Python code of a tokenizer from the model's folder (Moonlight, Kimi-K2). It becomes verl's
+    two keys of that name, of data and of actor_rollout_ref.model.
     num_hidden_layers: train and serve only the model's first N layers; null: all. Embedding, final norm and head stay.
     The model's folder is not changed, whether its weights are read or random ones made. A layers_per_stage that is
     given for all layers is replaced by a balanced one.
-    added_keys: keys, or sections, that verl's own file does not list, given as +key=value, which the user's code reads.
-    resume_other_data: resume from a checkpoint of a run with other data (number of rows, bytes of the files).
+    added_keys: keys or sections that code of yours reads and verl's own file does not list; give them as +key=value.
+    resume_other_data: allow resuming a run whose data had another number of rows or bytes.
     rewards: the parts of a response's reward (docs/reward.md). null takes the function of custom_reward_function, as
     one entry of name python would, or where that has no path verl's own scores by data source.
     """
@@ -512,7 +511,6 @@ def recipe_keys(schema: type = Recipe, prefix: str = "recipe") -> Iterator[tuple
 
 
 # entries of recipe.rewards, which are the parts of a run's reward
-
 
 FORMAT_WEIGHT, MAX_FORMAT_WEIGHT = 0.1, 0.5  # default and largest score of a wrong answer in the right form
 CPU_LIMIT_S = 1.0  # limit of a comparison of two answers
