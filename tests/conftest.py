@@ -131,7 +131,7 @@ def repository_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("verl_patches", "configs", "scripts", "docs", "data", "README.md", "README_zh.md"):
         source = ROOT / name
         if source.is_dir():
-            shutil.copytree(source, folder / name, ignore=ignore)
+            shutil.copytree(source, folder / name, symlinks=True, ignore=ignore)
         else:
             shutil.copy(source, folder / name)
     return folder
