@@ -67,6 +67,8 @@ PRINTED = {
     "check * --write --line * *": "check update.recipe_by_default --write --line pypi",
     "doctor CONFIG --this-node": "doctor deepseekv3_tiny_cpu --this-node",
     "plan CONFIG": "plan deepseekv3_16die",
+    "plan moonlight_16die": "plan moonlight_16die",
+    "report *": "report smoke",
     "status": "status",
     "status *": "status smoke",
     "train --config-name * * *": "train --config-name deepseekv3_16die --dry-run",
@@ -89,6 +91,10 @@ PRINTED = {
     # tests/tools/data/test_from_rollouts.py reads them
     "smoke.sh *": None,
     "train --config-name CONFIG *": None,
+    # they need a run with responses, or with a checkpoint: tests/loop/test_chains.py, tests/loop/test_smoke.py
+    "eval * *": None,
+    "samples *": None,
+    "weights export * *": None,
 }
 
 
@@ -294,7 +300,7 @@ def test_commands_of_the_docs_work_in_a_fresh_shell(copy):
 def test_commands_that_read_upstream_work_in_a_fresh_shell(copy, pytestconfig):
     (copy / "upstream").symlink_to(pytestconfig.getoption("--upstream").absolute())
     commands = commands_in_class("run with sources", ENGLISH)
-    assert len(commands) > 3 and faults_in_shell(copy, commands) == {}
+    assert len(commands) > 2 and faults_in_shell(copy, commands) == {}
 
 
 def calls_and_texts(source):

@@ -14,13 +14,13 @@ from verl_patches.__main__ import app
 PICTURE = Path(__file__).resolve().parents[2] / "docs" / "images" / "step.svg"
 
 
-def plan_of(config):
+def read_plan(config):
     return json.loads(CliRunner().invoke(app, ["plan", config, "--json"]).stdout)
 
 
 @pytest.fixture(scope="module")
 def plan():
-    return plan_of("deepseekv3_256die_true_weight")
+    return read_plan("deepseekv3_256die_true_weight")
 
 
 def missing(plan, picture):
@@ -34,12 +34,12 @@ def test_the_picture_of_the_readme_is_that_of_the_plan(plan):
     assert missing(plan, PICTURE.read_text()) == [], f"draw it again: see {draw_step.__file__}"
 
 
-def test_a_plan_of_other_figures_is_not_that_of_the_picture(plan):
+def test_a_read_plan_other_figures_is_not_that_of_the_picture(plan):
     other = copy.deepcopy(plan)
     other["traffic"]["weight_sync"]["received_bytes"] *= 2
     assert missing(other, PICTURE.read_text()) == ["die to die: 61.2 GB a die"]
 
 
 def test_another_preset_is_drawn(tmp_path):
-    draw_step.draw(plan_of("moonlight_16die")).savefig(tmp_path / "other.png")
+    draw_step.draw(read_plan("moonlight_16die")).savefig(tmp_path / "other.png")
     assert (tmp_path / "other.png").stat().st_size > 20_000

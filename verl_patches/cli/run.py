@@ -426,7 +426,7 @@ def _report_outcome(outcome: launcher.Outcome, run: RunSpec, as_json: bool, off:
                 proof = "training on fixed data runs here, without a rollout engine"
             exceptions = "" if compared and not off else "that vLLM holds the actor's weights and every row works, "
             typer.echo(f"This proved: {proof}.\nIt did not prove: {exceptions}{smoke.UNPROVED_TEXT}.")
-        typer.echo("\n".join(["next:", *(f"  {our_command(*words)}" for words in _next_commands(run))]))
+        typer.echo("\n".join(["next:", *(f"  {command}" for command in _next_commands(run))]))
     if outcome.code:
         logs = f"  log: {outcome.folder / 'driver.log'}"
         if (outcome.folder / "ray_logs").is_dir():
@@ -441,16 +441,17 @@ def _report_outcome(outcome: launcher.Outcome, run: RunSpec, as_json: bool, off:
     raise typer.Exit(outcome.code if outcome.code == 2 or outcome.code > 128 else min(outcome.code, 1))
 
 
-def _next_commands(run: RunSpec) -> list[tuple[str, ...]]:
-    """Return the words of three commands for a run that has ended well: look at it, read its samples, go on."""
-    name = run.recipe.run if run.home == output_root() / run.recipe.run else str(run.home)
-    second = ("samples", name, "--worst") if run.samples and run.recipe.rollout.record else ("report", name)
-    third: tuple[str, ...] = ("compare", name, "OTHER_RUN")
-    if run.verl.trainer.save_freq > 0:
-        third = ("eval", name, f"{name}-scores") if run.samples else ("weights", "export", name, f"{name}-hf")
-    elif run.platform != "npu":
-        third = ("plan", "moonlight_16die")
-    return [("status", name), second, third]
+def _next_commands(run: RunSpec) -> list[str]:
+    """Return three commands for a run that has ended well: look at it, read its samples, go on."""
+    name = run.home.name if run.home.parent == output_root() else str(run.home)
+    if run.verl.trainer.save_freq <= 0:
+        third = our_command("plan", "moonlight_16die")
+    elif run.samples:
+        third = our_command("eval", name, f"{name}-scores")
+    else:
+        third = our_command("weights", "export", name, f"{name}-hf")
+    second = our_command("samples", name) if run.samples and run.recipe.rollout.record else our_command("report", name)
+    return [our_command("status", name), second, third]
 
 
 def _resume_advice(run: RunSpec, record: Path) -> list[str]:

@@ -60,6 +60,7 @@ REQUIRED_VALUES: Mapping[str, Any] = {
 YARN_KEYS = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "original_max_position_embeddings")
 _SMALL_FILES = "*.json", "*.jinja", "*.model", "*.py"  # files of settings and tokenizer
 _TOKENIZER = "AutoTokenizer"
+_CODE_KINDS = _TOKENIZER, "AutoConfig", "AutoModel"  # kinds of code that a folder may name; the last two do not run
 _TOKENS_OF_5 = "extra_special_tokens"  # a list in transformers 5, a dict in 4
 
 
@@ -155,6 +156,12 @@ def require_whole_folder(folder: Path, trusted: bool = True) -> None:
             f"folder set tokenizer_class to PreTrainedTokenizerFast and rename {_TOKENS_OF_5}, if there, "
             "additional_special_tokens"
         )
+    for file in (folder / "config.json", path, *sorted(folder.glob("*processor_config.json"))):
+        if others := [kind for kind in _code_names(_read_if_there(file)) if not kind.startswith(_CODE_KINDS)]:
+            raise ConfigError(
+                f"{file}: auto_map names Python code for {', '.join(others)}, expected none, as this recipe reads text "
+                "alone; remove these entries in a copy of the folder"
+            )
     for name in tokenizer_code(folder):
         code = folder / f"{name.partition('.')[0]}.py"
         if not trusted:

@@ -13,8 +13,11 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from verl_patches.errors import ConfigError, our_command
 from verl_patches.values import read_yaml
 
-# verl_patches/configs is a link to the repository's configs/; a wheel holds the files themselves
-CONFIGS_DIR = (Path(__file__).resolve().parents[1] / "configs").resolve()
+_PACKAGE = Path(__file__).resolve().parents[1]
+# the repository's configs/; a wheel has them in the package, where the repository has a link
+CONFIGS_DIR = _PACKAGE.parent / "configs"
+if not (CONFIGS_DIR / "upstream.yaml").is_file():
+    CONFIGS_DIR = _PACKAGE / "configs"
 PIN_FILE = CONFIGS_DIR / "upstream.yaml"
 
 CommitHash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")]
