@@ -113,8 +113,10 @@ def health_text(record: Mapping[str, Any]) -> str:
 def record_lines(record: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines below the step's row and its health: traces, memory, skipped steps, masked tokens, alarms."""
     step = f"step {record['step']}: "
-    if record["profile"]:
-        yield step + trace_text(record["profile"])
+    if profile := record["profile"]:
+        faults = profile["faults"]
+        more = f"; {len(faults)} could not be written, first: {faults[0]}" if faults else ""
+        yield f"{step}profiled, so its times are not comparable: {len(profile['files'])} files in profile/{more}"
     if record["memory"] and (text := violation_text(record["memory"]["violations"])):
         yield text
     if record["skipped"] and record["skipped"]["steps"]:
@@ -277,13 +279,6 @@ def trace_files(workers: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] |
     if not present:
         return None
     return {key: [entry for worker in present for entry in worker[key]] for key in ("files", "faults")}
-
-
-def trace_text(profile: Mapping[str, Any]) -> str:
-    """Return one line about the traces of a step."""
-    faults = profile["faults"]
-    more = f"; {len(faults)} could not be written, first: {faults[0]}" if faults else ""
-    return f"profiled, so its times are not comparable: {len(profile['files'])} files in profile/{more}"
 
 
 def _finite_number(value: Any) -> float | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
@@ -76,18 +75,18 @@ def measure(run: RunSpec, what: str, compared: set[tuple[str, str]]) -> dict[str
     """Return what this rank measures; all ranks of the run make this call.
 
     compared: operators and shapes of this process's earlier calls, which are left out; those of this call are added.
-    OPERATORS, with any words behind it: {rows: an OperatorRow as a mapping for each}, on the first rank of a node.
+    OPERATORS, with any words behind it: {rows: one of `check_operators` for each}, on the first rank of a node.
     MC2: {rows}, of one row. A kind of groups: {ranks, bytes, seconds, wrong}: of this rank's group, the fastest of
     REPEATS calls, and what came out wrong, else "".
     """
     if what.startswith(OPERATORS):
         first = int(os.environ.get("RAY_LOCAL_RANK", 0)) == 0
-        return {"rows": [asdict(row) for row in check_operators(run, compared)] if first else []}
+        return {"rows": check_operators(run, compared) if first else []}
     kind = group_kinds(run)[EXPERTS if what == MC2 else what]
     ranks, group = _make_group(kind.groups)
     try:
         if what == MC2:
-            return {"rows": [asdict(check_mc2(run, group))]}
+            return {"rows": [check_mc2(run, group)]}
         seconds, wrong = _COLLECTIVES[kind.collective](ranks, group, kind.size_bytes, device_type(run.platform))
     finally:
         dist.destroy_process_group(group)  # its buffers
