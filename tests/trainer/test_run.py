@@ -187,10 +187,8 @@ def prove(monkeypatch):
     return prove
 
 
-def test_a_drifted_row_is_reported_if_it_is_in_all_workers_and_refused_if_in_some(prove):
+def test_a_drifted_row_is_reported(prove):
     assert "| drifted (drift=warn, reasons in summary.json): a.b" in prove("drifted", "drifted")
-    with pytest.raises(engine.PatchError, match="a.b: active in 0; drifted in 1"):
-        prove("active", "drifted")
 
 
 @pytest.mark.parametrize("dead", [[], [3]])

@@ -276,12 +276,6 @@ def test_an_update_by_sequences_takes_the_old_log_probs_of_its_batch():
     assert sequence.run(batch())[0].allclose(token.run(batch())[0], rtol=1e-6)
     assert policy_update.current_update.value is None
 
-    class Bare(Worker):
-        loss = staticmethod(compute_policy_loss)
-
-    with pytest.raises(RecipeError, match="recipe.train.importance_ratio is set, .*row update.loss_on_policy"):
-        Bare(ratio="sequence").run(batch())
-
 
 def test_ratios_of_sequences_need_mini_batches_and_means_over_sequences():
     sequence, mode = "recipe.train.importance_ratio=sequence", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"

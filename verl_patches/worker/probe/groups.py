@@ -83,7 +83,8 @@ def measure(run: RunSpec, what: str, compared: set[tuple[str, str]]) -> dict[str
         first = int(os.environ.get("RAY_LOCAL_RANK", 0)) == 0
         return {"rows": check_operators(run, compared) if first else []}
     kind = group_kinds(run)[EXPERTS if what == MC2 else what]
-    ranks, group = _make_group(kind.groups)
+    made = [(ranks, dist.new_group(ranks)) for ranks in kind.groups]  # on all ranks in the same order
+    ranks, group = next(each for each in made if dist.get_rank() in each[0])
     try:
         if what == MC2:
             return {"rows": [check_mc2(run, group)]}
@@ -91,12 +92,6 @@ def measure(run: RunSpec, what: str, compared: set[tuple[str, str]]) -> dict[str
     finally:
         dist.destroy_process_group(group)  # its buffers
     return {"ranks": ranks, "bytes": kind.size_bytes, "seconds": seconds, "wrong": wrong}
-
-
-def _make_group(groups: list[list[int]]) -> tuple[list[int], Any]:
-    """Make all groups, on all ranks in the same order; return the ranks of this rank's group, and the group."""
-    made = [(ranks, dist.new_group(ranks)) for ranks in groups]
-    return next((ranks, group) for ranks, group in made if dist.get_rank() in ranks)
 
 
 def _all_reduce(ranks: list[int], group: Any, size_bytes: int, device: str) -> tuple[float, str]:

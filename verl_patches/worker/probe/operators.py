@@ -133,9 +133,7 @@ def _compare(run: RunSpec, case: OperatorCase) -> dict[str, Any]:
     """
     kinds = [x.dtype for _, x in case.tensors() if x.is_floating_point()]
     tolerance = max((TOLERANCES[kind] for kind in kinds), default=0.0)
-    row: Callable[..., dict[str, Any]] = functools.partial(
-        dict, operator=case.title, shape=case.shape, tolerance=tolerance
-    )
+    facts = {"operator": case.title, "shape": case.shape, "tolerance": tolerance}
     fp32 = tree_map_only(
         torch.Tensor, lambda x: x.to(torch.float32 if x.is_floating_point() else x.dtype, copy=True), case.arguments
     )
@@ -154,11 +152,10 @@ def _compare(run: RunSpec, case: OperatorCase) -> dict[str, Any]:
         error = max(_difference(x, y) for x, y in zip(found, expected, strict=True))
     except Exception as failure:  # a report names every operator, also those that a device refuses
         reason = str(failure).strip().partition("\n")[0]
-        return row(error=None, seconds=None, verdict=f"failed: {type(failure).__name__}: {reason}")
+        return {**facts, "error": None, "seconds": None, "verdict": f"failed: {type(failure).__name__}: {reason}"}
     own = any(str(getattr(inspect.unwrap(each), "__module__", "")).startswith("verl_patches.") for each in operators)
-    if not error <= tolerance:  # NaN too
-        return row(error=error, seconds=seconds, verdict=WRONG)
-    return row(error=error, seconds=seconds, verdict=NOT_CHECKED if own else OK)
+    verdict = (NOT_CHECKED if own else OK) if error <= tolerance else WRONG  # of NaN too
+    return {**facts, "error": error, "seconds": seconds, "verdict": verdict}
 
 
 def _find_operator(name: str) -> Callable:
