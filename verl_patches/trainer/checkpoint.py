@@ -246,11 +246,11 @@ class Checkpoints:
             self._try_to_say(f"an old checkpoint of {self.folder} cannot be removed and stays there: {error}")
 
     def _manifest(self, step: int, files: list[str], facts: dict[str, Any]) -> Manifest:
-        model, layout, dtype = read_model_shape(self._config()), str(self.run.train), self.run.recipe.dtype
+        layout, dtype = str(self.run.train), self.run.recipe.dtype
         facts = {**facts, "step": step, "run": self.run.recipe.run, "start": self.run.start.name, "line": self.run.line}
         facts |= {"steps_per_epoch": len(self.trainer.train_dataloader), "data": self.data}
         facts |= comparable_settings(self.config)
-        return Manifest(model, layout, dtype, secrets.token_hex(16), tuple(files), facts=facts)
+        return Manifest(self._model(), layout, dtype, secrets.token_hex(16), tuple(files), facts=facts)
 
     def _config(self) -> dict[str, Any]:
         """Return config.json of the trained model: with its dtype, without the quantization of the folder's weights."""
@@ -260,6 +260,9 @@ class Checkpoints:
         stored = read_stored_config(copy_to_local(model.path))
         config = {**without_fp8_and_mtp(stored), **model.get("override_config", {}).get("model_config", {})}
         return {**config, "torch_dtype": str(DTYPES[self.config.recipe.dtype]).removeprefix("torch.")}
+
+    def _model(self) -> Any:
+        return read_model_shape(self._config())
 
     def _model_files(self) -> dict[str, bytes]:
         """Return {name: content} of config.json and the model folder's small files (tokenizer etc.), for an export."""
@@ -334,7 +337,7 @@ class Checkpoints:
     def _check_resumable(self, folder: Path, manifest: Manifest) -> None:
         """Raise ConfigError if the checkpoint is of another model, line or data, or if no step is left to run."""
         recipe, faults = self.config.recipe, []
-        if unlike := size_differences(manifest.model, read_model_shape(self._config())):
+        if unlike := size_differences(manifest.model, self._model()):
             faults.append(f"its model differs from this run's: {unlike}")
         if manifest.facts.get("line", recipe.line) != recipe.line:
             faults.append(f"it was saved by a run of recipe.line={manifest.facts['line']}, expected {recipe.line}")
