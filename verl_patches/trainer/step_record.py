@@ -48,6 +48,7 @@ def make_record(step: int, metrics: Mapping[str, Any], reports: Sequence[Mapping
     def reported(name: str) -> list[Any]:
         return [report[name] for report in reports]
 
+    preempted = [count for count in reported("preempted") if count is not None]
     return {
         "step": step,
         "seconds": phase_seconds(metrics, reported("seconds")),
@@ -67,7 +68,7 @@ def make_record(step: int, metrics: Mapping[str, Any], reports: Sequence[Mapping
         "usage": {},
         "dispatch": None,
         "expert_load": reports[0]["expert_load"],
-        "preempted": preempted_total(reported("preempted")),
+        "preempted": sum(preempted) if preempted else None,  # by vLLM, which computed these responses again
         "routing_replay": replay_totals(reported("routing_replay")),
         "skipped": skipped_totals(reported("skipped")),
         "rates": None,
@@ -209,12 +210,6 @@ def largest_usage(processes: Sequence[Mapping[str, float]], memory: Mapping[str,
     used = [phase["measured"]["used"] for phase in phases if "used" in phase["measured"]]
     device = {"device_bytes": max(used)} if used else {}
     return {name: max(usage.get(name, 0) for usage in processes) for name in names} | device
-
-
-def preempted_total(counts: Sequence[int | None]) -> int | None:
-    """Return the responses that vLLM preempted and computed again in a step, of all replicas; None without a count."""
-    present = [count for count in counts if count is not None]
-    return sum(present) if present else None
 
 
 def replay_totals(counts: list[dict[str, Any] | None]) -> dict[str, Any] | None:

@@ -36,11 +36,9 @@ class TensorCache:
         """Return the names of all tensors."""
         return tuple(self._tensors)
 
-    def close(self) -> int:
-        """Drop all tensors; return their bytes. Idempotent."""
-        closed_bytes = self.bytes_held
+    def close(self) -> None:
+        """Drop all tensors. Idempotent."""
         self._tensors.clear()
-        return closed_bytes
 
     def put(self, name: str, samples: Sequence[int], ragged: RaggedTensor) -> None:
         """Store a tensor of these samples, in this order; replace an earlier one of that name."""

@@ -128,20 +128,16 @@ _COLLECTIVES = {"all_reduce": _all_reduce, "all_to_all": _all_to_all, "send": _s
 def _fastest(prepare: Callable[[], Any], call: Callable[[], Any], device: str) -> float:
     """Return the seconds of the fastest of REPEATS calls, after one that makes the communicator."""
     found = []
+    wait = (lambda: None) if device == "cpu" else torch.get_device_module(device).synchronize
     for _ in range(REPEATS + 1):
         prepare()
-        _synchronize(device)
+        wait()
         dist.barrier()
         start = time.perf_counter()
         call()
-        _synchronize(device)
+        wait()
         found.append(time.perf_counter() - start)
     return min(found[1:])
-
-
-def _synchronize(device: str) -> None:
-    if device != "cpu":
-        torch.get_device_module(device).synchronize()
 
 
 def _difference(found: torch.Tensor, expected: torch.Tensor) -> str:
