@@ -124,7 +124,7 @@ def test_switched_back_a_run_follows_verls_order(smoke):
 def test_gradients_left_behind_stop_a_strict_run_by_name(smoke):
     run = smoke(*OFFLOADED, hook("keep_gradients"), ok=False)
     assert run.code == 1 and not run.steps and re.match(r"rank \d \(pid \d+ on .*\) in step 1: ", run.summary["exit"])
-    for words in ("MemoryLedgerError", "grads", "expected 0"):
+    for words in ("RecipeError: memory ledger", "grads", "expected 0"):
         assert words in run.summary["exit"]
 
 

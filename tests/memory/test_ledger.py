@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from verl_patches.memory.ledger import Ledger, MemoryLedgerError, memory_summary, process_memory_meter, violation_text
+from verl_patches.errors import RecipeError
+from verl_patches.memory.ledger import Ledger, memory_summary, process_memory_meter, violation_text
 from verl_patches.memory.measure import held_bytes
 from verl_patches.memory.schedule import SCHEDULE, residency
 
@@ -27,7 +28,7 @@ def test_a_group_with_other_bytes_is_named(make_scheduler, phase, group, size, w
     begin_phases(scheduler, "update")
     begin_phases(scheduler, phase)
     handlers[group].resize(size)
-    with pytest.raises(MemoryLedgerError, match=words):
+    with pytest.raises(RecipeError, match=words):
         scheduler.ledger.enter(phase)
     (violation,) = scheduler.ledger.take()["violations"]
     assert (violation["phase"], violation["group"], violation["bytes"]) == (phase, group, size)
@@ -38,7 +39,7 @@ def test_a_wrong_table_fails(make_scheduler):
     scheduler, _, _ = make_scheduler()
     phases = tuple(replace(phase, enter=()) if phase.name == "ref" else phase for phase in SCHEDULE.phases)
     scheduler.ledger._expected = residency(replace(SCHEDULE, phases=phases))
-    with pytest.raises(MemoryLedgerError, match="ref: ref_params"):
+    with pytest.raises(RecipeError, match="ref: ref_params"):
         begin_phases(scheduler, "update")
 
 
@@ -64,7 +65,7 @@ def test_peaks_include_temporary_memory():
     records = ledger.take()["records"]
     assert [record["peak_bytes"] for record in records] == [112, 0] and records[0]["measured"] == {"rss": 9}
     held["window"] = 1
-    with pytest.raises(MemoryLedgerError, match="swap_window .* holds 1 bytes"):
+    with pytest.raises(RecipeError, match="swap_window .* holds 1 bytes"):
         ledger.enter("reshard")
 
 
@@ -81,7 +82,7 @@ def test_a_group_that_grows_or_has_no_size(options, sizes):
     for size in sizes.split():
         held["now"] = int(size.removeprefix("!"))
         if size.startswith("!"):
-            with pytest.raises(MemoryLedgerError, match=f"holds {held['now']} bytes, expected"):
+            with pytest.raises(RecipeError, match=f"holds {held['now']} bytes, expected"):
                 ledger.enter("update")
         else:
             ledger.enter("update")
@@ -99,7 +100,7 @@ def test_a_group_that_varies_may_stay_until_the_schedule_releases_it():
         ledger.enter(phase)
     held["now"] = 3
     for phase in ("wake_kv", "update"):  # the step before has left these bytes
-        with pytest.raises(MemoryLedgerError, match=r"tensor_cache .* holds 3 bytes, expected 0"):
+        with pytest.raises(RecipeError, match=r"tensor_cache .* holds 3 bytes, expected 0"):
             ledger.enter(phase)
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.memory.conftest import SIZES
+from verl_patches.errors import RecipeError
 from verl_patches.memory import counters
-from verl_patches.memory.ledger import MemoryLedgerError
 from verl_patches.memory.schedule import SCHEDULE, simulate
 from verl_patches.worker.context import WorkerContext
 
@@ -73,7 +73,7 @@ def test_a_phase_that_failed_is_ended_before_the_next_begins(make_scheduler):
 def test_a_group_that_stays_is_not_moved(make_scheduler):
     scheduler, log, handlers = make_scheduler(("actor_params", "ref_params", "grads"), unmoved_groups={"grads"})
     assert not scheduler.offloaded_handlers(["grads"])
-    with pytest.raises(MemoryLedgerError, match="grads .* holds 0 bytes, expected 800"):
+    with pytest.raises(RecipeError, match="grads .* holds 0 bytes, expected 800"):
         step(scheduler)
     handlers["grads"].resize(800)
     log.clear()
@@ -85,7 +85,7 @@ def test_a_handler_without_effect_is_found_at_the_next_phase(make_scheduler):
     """Check as a negative control that the ledger finds it."""
     scheduler, _, handlers = make_scheduler()
     handlers["ref_params"].free = lambda: None
-    with pytest.raises(MemoryLedgerError, match="entering advantage: ref_params .* expected 0"):
+    with pytest.raises(RecipeError, match="entering advantage: ref_params .* expected 0"):
         step(scheduler)
 
 

@@ -163,7 +163,7 @@ def answers(section: DictConfig, folder: Path, spoilt: str = "") -> dict:
 
 def save(worker, checkpoint: Path, section: DictConfig) -> None:
     """Write a checkpoint of the critic as trainer/checkpoint.py lets workers write it."""
-    layout = str(worker.checkpoint.train_state().layout)
+    layout = str(worker.checkpoint.train_state.layout)
     checkpoint.mkdir(parents=True, exist_ok=True)
     dist.barrier()
     worker.save_checkpoint(str(checkpoint))

@@ -105,9 +105,7 @@ def test_published_bytes_of_a_die(pair, needs, holds_best, must_arrive):
 FAMILY_PAIRS = {
     "moonlight 16, 8 x TP2": (MOONLIGHT, "tp1 pp1 ep16 etp1 @16", (8, 1, 2, False)),
     "moonlight 16, EP16": (MOONLIGHT, "tp1 pp1 ep16 etp1 @16", (1, 16, 1)),
-    "moonlight 32, 16 x TP2": (MOONLIGHT, "tp2 pp1 ep16 etp1 @32", (16, 1, 2, False)),
     "kimi k2 192, 3 x EP64": (KIMI_K2, "tp4 pp6 ep32 etp1 @192 layers=11,11,11,11,11,6", (3, 16, 4)),
-    "kimi k2 256, 2 x EP128": (KIMI_K2, TRAIN, (2, 64, 2)),
     "kimi k2 384, 3 x EP128": (KIMI_K2, "tp4 pp8 ep48 etp1 @384 layers=7,7,8,8,8,8,8,7", (3, 64, 2)),
 }
 

@@ -24,7 +24,7 @@ def record(**changes):
 def names(step, before=5, metrics=(), **bounds):
     earlier = [record() for _ in range(before)] if isinstance(before, int) else before
     found = step_alarms(step, earlier, {"actor/pg_loss": 0.1, **dict(metrics)}, Alarms(**bounds))
-    return [alarm.name for alarm in found]
+    return [alarm["name"] for alarm in found]
 
 
 def lengths(mean, at_limit=0.1):
@@ -49,7 +49,7 @@ def test_a_usual_step_raises_none():
 ])  # fmt: skip
 def test_each_alarm_is_raised_beyond_its_bound_only(above, below, name):
     (alarm,) = step_alarms(record(**above), [record()] * 5, {}, Alarms())
-    assert alarm.name == name and alarm.text and (alarm.limit is None or alarm.value != alarm.limit)
+    assert alarm["name"] == name and alarm["text"] and (alarm["limit"] is None or alarm["value"] != alarm["limit"])
     assert names(record(**below)) == []
 
 

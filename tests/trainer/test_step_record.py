@@ -109,11 +109,6 @@ def test_the_share_of_masked_tokens_is_a_line_of_a_step_with_a_mask():
     assert line == "step 3: rollout_rs masked 0.1250% of the response tokens"
 
 
-def test_preemptions_are_those_of_all_replicas_where_vllm_counts_them():
-    assert step_record.preempted_total([2, None, 0, None]) == 2 and step_record.preempted_total([0]) == 0
-    assert step_record.preempted_total([None, None]) is None
-
-
 def test_the_record_of_a_step_has_the_share_of_all_ranks():
     ranks = [{"equal": 3, "of": 4, "bytes": 8}, None, {"equal": 4, "of": 4, "bytes": 9}]
     found = step_record.replay_totals(ranks)

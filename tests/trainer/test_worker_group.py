@@ -224,12 +224,10 @@ def test_a_recording_is_found_by_run_start_folder_or_file_and_refused_elsewhere(
 def test_validation_and_greedy_baselines_are_verls_own_calls(tmp_path, meta, place):
     """Check that the controller is in validate from its first batch to the next step."""
     group, workers = make_group(tmp_path / "rollouts", logprob_check={"every": 1})
-    heartbeat.current_heartbeat().start(tmp_path / "beats", "controller")
-    try:
+    with heartbeat._heartbeat.set(heartbeat.Heartbeat()) as own:
+        own.start(tmp_path / "beats", "controller")
         generate(group, prompts(**meta))
         beat = read_beat(tmp_path / "beats" / "controller.beat")
-    finally:
-        heartbeat.current_heartbeat().stop()
     assert workers.generated == [meta] and group.step == 0 and not (tmp_path / "rollouts").exists()
     assert group.sampled_check.report is None and (beat.place, beat.step) == place
 

@@ -270,7 +270,7 @@ def load_error(folder):
         return ["rank_00001.safetensors, weight/x: expected sha256 1, found 2"] * (rank == 1)
 
     checkpoint = WorkerCheckpoint(SimpleNamespace(recipe=RECIPE))
-    checkpoint._state = SimpleNamespace(layout="ep4 @4")
+    checkpoint.train_state = SimpleNamespace(layout="ep4 @4")
     with mock.patch.object(checkpoint_files, "share_problems", problems):
         try:
             checkpoint.load(folder)
@@ -300,7 +300,7 @@ def arrivals_at_collectives(folder):
         raise StopIteration
 
     checkpoint = WorkerCheckpoint(SimpleNamespace(recipe=RECIPE))
-    checkpoint._state = SimpleNamespace(layout="ep4 @4")
+    checkpoint.train_state = SimpleNamespace(layout="ep4 @4")
     patches = (checkpoint_files, "share_problems", problems), (worker_checkpoint, "raise_on_any_rank", collective)
     with ExitStack() as stack:
         for patch in patches:

@@ -74,12 +74,12 @@ class Beat:
 
 
 class Heartbeat:
-    """Write the state of this process to its file, from `start` to `stop`; otherwise the methods have no effect."""
+    """Write the state of this process to its file, from `start` on; before it the methods have no effect."""
 
     def __init__(self) -> None:
         self._beat, self._file = Beat("", None, 0, 0), -1
         self._group_names: dict[Any, str] = {}
-        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._lock = threading.Lock()
 
     def start(self, folder: Path, name: str, rank: int | None = None) -> None:
         """Write beats to `folder`/`name`.beat; warn if the file cannot be made. Idempotent."""
@@ -103,22 +103,8 @@ class Heartbeat:
         faulthandler.register(STACK_SIGNAL, self._stack, all_threads=True)
         self._beat = Beat(name, rank, os.getpid(), start_ticks(os.getpid()), since_s=time.monotonic())
         self._file = file
-        self._ended.clear()
         self._write()
-        self._thread = threading.Thread(target=self._write_beats, name="verl_patches heartbeat", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Write no more beats. Idempotent.
-
-        The handler of STACK_SIGNAL stays, because without it a late signal would end the process.
-        """
-        if self._file >= 0:
-            self._ended.set()
-            self._thread.join()
-            with self._lock:
-                os.close(self._file)
-                self._file = -1
+        threading.Thread(target=self._write_beats, name="verl_patches heartbeat", daemon=True).start()
 
     @contextmanager
     def in_call(self, name: str) -> Iterator[None]:
@@ -155,7 +141,8 @@ class Heartbeat:
             self._write()
 
     def _write_beats(self) -> None:
-        while not self._ended.wait(BEAT_S):
+        while True:
+            time.sleep(BEAT_S)
             self.beat()
 
     def beat(self) -> None:

@@ -187,12 +187,8 @@ class ModelOffloadState:
     def _storages(group: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, HostBackedStorage]:
         """Return {name: HostBackedStorage}; names whose tensors share a storage (tied weights) share one."""
         by_storage: dict[int, HostBackedStorage] = {}
-        by_name = {}
-        for name, tensor in tensors:
-            key = tensor.untyped_storage()._cdata
-            by_storage[key] = by_storage.get(key) or HostBackedStorage(f"{group}, {name}", tensor)
-            by_name[name] = by_storage[key]
-        return by_name
+        found = ((name, HostBackedStorage(f"{group}, {name}", tensor)) for name, tensor in tensors)
+        return {name: by_storage.setdefault(each.storage._cdata, each) for name, each in found}
 
     def _param_tensors(self) -> list[tuple[str, torch.Tensor]]:
         in_buffers = [(f"{name}.param_data", buffer.param_data) for name, buffer in self.buffers.items()]
@@ -315,11 +311,6 @@ class OptimizerOffloadState:
                 owned |= {key: state for key, state in states.items() if torch.is_tensor(state) and state.dim()}
                 found += [self._storage(f"group {number}, parameter {i}, {key}", t) for key, t in owned.items()]
         return found
-
-    @property
-    def offloaded(self) -> bool:
-        """Return whether any storage is offloaded."""
-        return any(storage.offloaded for storage in self.storages.values())
 
     def load(self) -> int:
         """Load all storages and return the bytes loaded."""

@@ -18,10 +18,6 @@ from verl_patches.memory.schedule import MEMORY_GROUPS, Schedule, residency
 log = logging.getLogger(__name__)
 
 
-class MemoryLedgerError(RecipeError):
-    """Report a memory group that is on the device though the schedule has it off the device, or the reverse."""
-
-
 @dataclass
 class _Entry:
     """Hold the state of one memory group.
@@ -44,7 +40,7 @@ class Ledger:
     """Record bytes by memory group and phase: `enter(phase)` checks and begins a record, `take` returns the records.
 
     `schedule` and `unmoved_groups` (schedule.py) say which groups must be on the device. `action`: "report" logs and
-    records a violation, "strict" raises MemoryLedgerError. `device_memory` measures the process: {name: bytes}, see
+    records a violation, "strict" raises RecipeError. `device_memory` measures the process: {name: bytes}, see
     `process_memory_meter`. Groups that are not registered are not checked.
     """
 
@@ -65,14 +61,14 @@ class Ledger:
         self._entries[group] = _Entry(measure, **options)
 
     def enter(self, phase: str) -> None:
-        """Record and check the groups after the moves at `phase`'s entry; a strict ledger raises MemoryLedgerError."""
+        """Record and check the groups after the moves at `phase`'s entry; a strict ledger raises RecipeError."""
         held = self.held_bytes()
         total, measured = sum(held.values()), self.device_memory()
         record = {"phase": phase, "bytes": held, "total_bytes": total, "peak_bytes": total, "measured": measured}
         self._records.append(record)
         faults = [self._fault(phase, group, entry, held[group]) for group, entry in self._entries.items()]
         if any(faults) and self.action == "strict":
-            raise MemoryLedgerError("\n  ".join(filter(None, faults)))
+            raise RecipeError("\n  ".join(filter(None, faults)))
 
     def held_bytes(self) -> dict[str, int]:
         """Return the bytes that each group holds now."""

@@ -124,10 +124,8 @@ class Schedule:
         """Return the schedule with reward models, which has phase rm_scores before the reward, once for each model."""
         leave = "offload reward_params, empty_cache" if self.name.startswith("verl") else "free reward_params"
         scores = Phase("rm_scores", _parse_moves("load reward_params"), _parse_moves(leave))
-        phases: list[Phase] = []
-        for row in self.phases:
-            phases += [scores, row] if row.name == "reward" else [row]
-        return Schedule(f"{self.name}, with reward models", tuple(phases))
+        at = [row.name for row in self.phases].index("reward")
+        return Schedule(f"{self.name}, with reward models", (*self.phases[:at], scores, *self.phases[at:]))
 
     def releases(self, group: str, phase: str) -> bool:
         """Return whether `phase` offloads or frees `group`, before or after its work."""
@@ -305,11 +303,6 @@ def vllm_sleep_schedule() -> Schedule:
     return Schedule(f"{SCHEDULE.name}, with vLLM's sleep mode", phases)
 
 
-def has_direct_sync(rows: Collection[str]) -> bool:
-    """Return whether our resharder syncs weights, which unlike verl's own path proves that every weight is written."""
-    return "reshard.direct" in rows
-
-
 def groups_without_offload(megatron: Any, groups: TrainedGroups) -> set[str]:
     """Return the memory groups of a model that verl's offload switches in `megatron` leave on the device."""
     unmoved_groups = set() if megatron.param_offload else {groups.params, groups.grads}
@@ -328,7 +321,7 @@ def schedule_for_run(
     reads its grad_offload. Row memory.sleep_mode frees rollout weights that a direct sync writes, and leaves others on
     the device; vLLM's sleep mode copies them.
     """
-    synced = run.recipe.weight_sync.enabled and has_direct_sync(run.rows)
+    synced = run.recipe.weight_sync.enabled and "reshard.direct" in run.rows  # verl's own may not write every weight
     dropped = "memory.sleep_mode" in run.rows
     if "memory.order" not in run.rows:
         schedule = VERL_SCHEDULES[run.line]

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from verl_patches.errors import Check, ConfigError
 from verl_patches.layout.inventory import Inventory, ModelShape, build_inventory
 from verl_patches.layout.parallel import ParallelLayout
-from verl_patches.memory.schedule import Schedule, has_direct_sync, schedule_for_run
+from verl_patches.memory.schedule import Schedule, schedule_for_run
 from verl_patches.plan.activations import UNBALANCED_RATIO, Passes, PerStage, engine_bytes, graph_bytes
 from verl_patches.plan.expected import (
     CONTEXT_BYTES,
@@ -84,7 +84,7 @@ def run_memory(run: RunSpec) -> RunMemory:
         run.rollout,
         train_library=run.train_library,
         rollout_library=run.rollout_library,
-        bucket_bytes=recipe.reshard.bucket_bytes if has_direct_sync(run.rows) else None,
+        bucket_bytes=recipe.reshard.bucket_bytes if "reshard.direct" in run.rows else None,
         swap_pieces=recipe.train.swap_optimizer_times if recipe.train.swap_optimizer else None,
         vllm_bytes=int(section.rollout.gpu_memory_utilization * run.hardware.seen_bytes) if npu else 0,
         tensor_cache_bytes=cached_bytes(run) // train.dp if recipe.tensor_cache.enabled else 0,

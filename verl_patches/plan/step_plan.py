@@ -14,7 +14,7 @@ from verl_patches.layout.inventory import DTYPE_BYTES
 from verl_patches.layout.model_folder import QUANTIZATION, read_json_object
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.phases import STEP_PHASES
-from verl_patches.memory.schedule import PhaseMemory, has_direct_sync
+from verl_patches.memory.schedule import PhaseMemory
 from verl_patches.plan.calibration import CONSTANTS, MEAN_PROMPT, calibration_errors, likely_range
 from verl_patches.plan.expected import group_bytes, phase_moments
 from verl_patches.plan.memory_plan import RunMemory, recomputation
@@ -142,7 +142,7 @@ def step_input(
     )
     if sync is None:
         direct = direct_sync_bound(step.model, step, recipe.reshard.bucket_bytes)
-        sync = direct if has_direct_sync(rows) else verl_sync(step.model, train)
+        sync = direct if "reshard.direct" in rows else verl_sync(step.model, train)
     return replace(step, sync=sync)
 
 
@@ -172,7 +172,7 @@ def step_sections(run: RunSpec, memory: RunMemory, workload: Workload) -> dict[s
     sync = verl_sync(run.trained_model, run.train)
     if not run.samples:
         sync = SyncTraffic(0, 0, 0)
-    elif has_direct_sync(run.rows):
+    elif "reshard.direct" in run.rows:
         sync = direct_traffic(run_blocks(run), run.train, run.recipe.reshard.bucket_bytes)
     offload, kv_bytes = run_offload(memory, run.recipe.reshard.bucket_bytes)
     model = step_input(run, workload, sync, offload, kv_bytes or None)

@@ -87,8 +87,8 @@ class ParameterContents(NamedTuple):
         """
         if self.stacking == UNSTACKED:
             return [tensor]
-        split = split_weight1 if self.stacking == UP_STACK else split_weight2
-        return split(tensor, count)
+        shape = (tensor.shape[0], -1) if self.stacking == UP_STACK else (-1, tensor.shape[1])
+        return [expert.t() for expert in tensor.view(count, *shape)]
 
 
 def te_name(name: str) -> str:
@@ -170,13 +170,3 @@ def keep_bias_fp32(chunk: torch.nn.Module) -> None:
     for module in chunk.modules():
         if hasattr(module, "_maintain_float32_expert_bias"):
             module._maintain_float32_expert_bias()
-
-
-def split_weight1(weight1: torch.Tensor, count: int) -> list[torch.Tensor]:
-    """Return views [2F, H], rows of gate and then of up, of each of `count` experts in weight1 [H, e * 2F]."""
-    return [expert.t() for expert in weight1.view(count, weight1.shape[0], -1)]
-
-
-def split_weight2(weight2: torch.Tensor, count: int) -> list[torch.Tensor]:
-    """Return views [H, F] of each of `count` experts in weight2 [e * F, H]."""
-    return [expert.t() for expert in weight2.view(count, -1, weight2.shape[1])]

@@ -81,7 +81,7 @@ class Verifier:
             for number, holder, values in self._region_values():
                 region = self.regions[number][0]
                 places.append((number, holder))
-                sums.extend((checksum(values, region, self.parameters[region.name].shape), count_nan(values)))
+                sums.extend((checksum(values, region, self.parameters[region.name].shape), values.isnan().sum()))
                 elements += values.numel() if holder != _TRAINING_HOLDER else 0
 
         raise_on_any_rank(catch_errors(compute), None, self.device, "rollout weights could not be compared")
@@ -194,11 +194,6 @@ def checksum(tensor: torch.Tensor, region: Region, shape: Sequence[int]) -> torc
         mixed = (mixed ^ (mixed >> 29)) * _MIX_FACTORS[1]
         total += (raw * ((mixed ^ (mixed >> 32)) | 1)).sum()
     return total
-
-
-def count_nan(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the number of NaN elements: int64 scalar."""
-    return (tensor.detach() != tensor.detach()).sum()
 
 
 def check_map(

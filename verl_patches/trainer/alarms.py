@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import combinations
 from statistics import median
 from typing import Any
@@ -31,6 +30,7 @@ from verl_patches.errors import RecipeError
 from verl_patches.layout.phases import VALIDATE
 from verl_patches.trainer.step_record import skipped_text
 
+Alarm = dict[str, Any]  # of one step: its name, the value found and its limit (numbers or None), text: a sentence
 GROWTH_STEPS, NODE_STEPS = 20, 200
 _USAGES = ("rss", "controller_rss", "device")
 _GROWTHS = {"rss_growth", "device_growth", "seconds_growth", "node_growth"}
@@ -56,16 +56,6 @@ class SkippedStepsError(RecipeError):
     """Report that too many optimizer steps in a row had NaN or infinite gradients."""
 
 
-@dataclass(frozen=True)
-class Alarm:
-    """Hold one alarm of one step: its name, the value found, its limit, and a sentence."""
-
-    name: str
-    value: float | None
-    limit: float | None
-    text: str
-
-
 def step_alarms(
     step: Mapping[str, Any], before: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any], bounds: Any
 ) -> list[Alarm]:
@@ -85,9 +75,9 @@ def _step_alarms(
     """Yield the alarms of a step by itself, or compared with `first`, the first steps."""
     names = [name for name in FINITE_METRICS if name in metrics and not math.isfinite(metrics[name])]
     if names:
-        yield Alarm("nan", None, None, f"NaN or infinite: {', '.join(names)}")
+        yield _alarm("nan", None, None, f"NaN or infinite: {', '.join(names)}")
     if count := (step["skipped"] or {}).get("steps"):
-        yield Alarm("skipped_steps", count, None, f"{count} optimizer step(s) skipped for NaN or infinite gradients")
+        yield _alarm("skipped_steps", count, None, f"{count} optimizer step(s) skipped for NaN or infinite gradients")
     if step["expert_load"]:
         share = step["expert_load"]["train"]["max_over_mean"]
         text = f"the busiest expert gets {share:.1f} times the mean number of tokens"
@@ -101,7 +91,7 @@ def _step_alarms(
             text = (
                 f"responses have {mean:.1f} tokens on average; expected at least {limit:.1f}, {bounds.length_share:g}"
             )
-            yield Alarm("length_collapse", mean, limit, f"{text} of the first steps' {usual:.1f}")
+            yield _alarm("length_collapse", mean, limit, f"{text} of the first steps' {usual:.1f}")
         text = f"{tokens['at_limit']:.0%} of the responses end at the length limit"
         yield from _above("length_limit", tokens["at_limit"], bounds.at_limit, text)
     usual = _median(first, lambda record: (record["logprob_delta"] or {}).get("mean"))
@@ -110,10 +100,14 @@ def _step_alarms(
         yield from _above("dlogp_drift", mean, bounds.dlogp_factor * usual, f"mean |dlogp| is {mean:.2e}")
 
 
+def _alarm(name: str, value: float | None, limit: float | None, text: str) -> Alarm:
+    return {"name": name, "value": value, "limit": limit, "text": text}
+
+
 def _above(name: str, value: float, limit: float | None, text: str) -> Iterator[Alarm]:
     """Yield an alarm if `value` is above `limit`; None is no limit."""
     if limit is not None and value > limit:
-        yield Alarm(name, value, limit, f"{text}; expected at most {limit:.3g}")
+        yield _alarm(name, value, limit, f"{text}; expected at most {limit:.3g}")
 
 
 def _growth_alarms(records: Sequence[Mapping[str, Any]], bounds: Any) -> Iterator[Alarm]:
@@ -136,7 +130,7 @@ def _growth_alarms(records: Sequence[Mapping[str, Any]], bounds: Any) -> Iterato
         text = (
             f"the memory of the fullest node, {shares[-1]:.0%} of which is in use, is full after {left:.0f} more steps"
         )
-        yield Alarm("node_growth", left, NODE_STEPS, f"{text} that grow as the last {GROWTH_STEPS}")
+        yield _alarm("node_growth", left, NODE_STEPS, f"{text} that grow as the last {GROWTH_STEPS}")
 
 
 def _growth(values: Sequence[float]) -> float:

@@ -78,11 +78,6 @@ def run_unless_start_fails(body: Callable[[], Any]) -> Any:
     return result.result()
 
 
-def _refuse_start_failure() -> None:
-    if failure := _start_failure():
-        raise RuntimeError(failure)
-
-
 def dead_actors(actors: Sequence[Any]) -> list[int]:
     """Return the indices of the actors whose processes have ended; one busy for DEAD_AFTER_S counts as alive."""
     import ray
@@ -99,8 +94,8 @@ def dead_actors(actors: Sequence[Any]) -> list[int]:
     return dead
 
 
-def _start_failure() -> str | None:
-    """Return the error of this job's first actor that could not start, from Ray's actor table; None without one."""
+def _refuse_start_failure() -> None:
+    """Raise the error of this job's first actor that could not start, from Ray's actor table, if there is one."""
     import ray
 
     job = ray.JobID.from_hex(ray.get_runtime_context().get_job_id())
@@ -110,9 +105,8 @@ def _start_failure() -> str | None:
             continue
         message = _start_death_message(actor["DeathCause"], actor["StartTime"])
         if message:
-            place = f"pid {actor['Pid']} on {actor['Address']['IPAddress']}"
-            return f"{actor['ActorClassName']} ({place}), an actor of this run, could not start:\n{message}"
-    return None
+            place = f"{actor['ActorClassName']} (pid {actor['Pid']} on {actor['Address']['IPAddress']})"
+            raise RuntimeError(f"{place}, an actor of this run, could not start:\n{message}")
 
 
 def _start_death_message(cause: Any, started: int) -> str | None:

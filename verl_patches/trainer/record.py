@@ -87,22 +87,13 @@ class Summary:
             "exit": "running",
         }
 
-    @property
-    def steps(self) -> list[dict[str, Any]]:
-        """Return the steps recorded so far."""
-        return self.data["steps"]
-
-    def add_validation(self, step: int, validation: dict[str, Any]) -> None:
-        """Record a validation after `step`, before the first step of this start."""
-        self.data["val_before"] = {"step": step, "val": validation}
-        self.write()
-
     def add_step(self, step: dict[str, Any]) -> None:
         """Append one step (trainer/step_record.py lists its keys) and update the log-prob delta."""
-        if not self.steps and step["step"] > 1:
+        steps = self.data["steps"]
+        if not steps and step["step"] > 1:
             step = {**step, "resumed_after": step["step"] - 1}
-        self.steps.append(step)
-        self.data["logprob_delta"] = mean_logprob_delta(self.steps)
+        steps.append(step)
+        self.data["logprob_delta"] = mean_logprob_delta(steps)
         self.write()
 
     def add_metrics(self, step: int, metrics: dict[str, Any]) -> None:

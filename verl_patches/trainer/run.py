@@ -232,7 +232,8 @@ class TrainerRun:
         """Record a validation before this process's first step; `step` is 0, or the step resumed from."""
         self.trainer.actor_rollout_wg.take_report()  # drop the counts of its weight sync and rollout
         take_calls()
-        self.summary.add_validation(step, validation)
+        self.summary.data["val_before"] = {"step": step, "val": validation}
+        self.summary.write()
         self.summary.add_metrics(step, metrics)
         self.progress.say(f"| validation after step {step}: {validation['score']:.4f}")
 
@@ -250,8 +251,8 @@ class TrainerRun:
         emulator = load_emulation(recipe.platform)
         self.emulated = None if emulator is None else emulator.total_usage([report["emulated"] for report in reports])
         metrics = add_worker_metrics(metrics, [report["log_prob_sums"] for report in reports], recipe)
-        if group.cache is not None:
-            metrics = group.cache.drop_partition_metrics(metrics)
+        if group.cache is not None:  # without those of verl's balance_batch, whose partition is not used
+            metrics = {name: value for name, value in metrics.items() if not name.startswith("global_seqlen/")}
         record = step_record.make_record(step, metrics, reports)
         if self.fixed_data is not None:
             found = self.fixed_data.step_metrics(metrics)
@@ -269,7 +270,7 @@ class TrainerRun:
         record["usage"] = step_record.largest_usage([*(report["usage"] for report in reports), own], record["memory"])
         record |= group.end_step()
         record["rates"] = self.rates.step_rates(group.lengths, record["tokens"], record["seconds"])
-        record["alarms"] = [vars(a) for a in alarms.step_alarms(record, self.summary.steps, metrics, recipe.alarms)]
+        record["alarms"] = alarms.step_alarms(record, self.summary.data["steps"], metrics, recipe.alarms)
         self.summary.add_step(record)
         self._show_step(record)
         metrics = {**metrics, **step_record.record_metrics(record)}
@@ -278,7 +279,7 @@ class TrainerRun:
 
     def _show_step(self, record: dict[str, Any]) -> None:
         for prefix, columns in step_record.table_columns(self.run):
-            if len(self.summary.steps) == 1:
+            if len(self.summary.data["steps"]) == 1:
                 self.progress.say(f"{prefix} {step_record.table_header(columns, self.fixed_data is not None)}")
             self.progress.say(f"{prefix} {step_record.table_row(record, columns)}")
         if text := step_record.health_text(record):
@@ -290,7 +291,9 @@ class TrainerRun:
         """End the run if a recorded step is beyond a limit: skipped optimizer steps, log-probs, alarms."""
         alarms.check_skipped_steps(record, self.recipe.train.max_skipped_steps)
         check = self.recipe.logprob_check
-        if check.action == "stop" and self._must_compare():
+        sampled = self.group.sampled_check
+        compared = not self.not_compared if sampled is None else sampled.report is not None
+        if check.action == "stop" and compared:
             limit = getattr(check, f"max_mean_{self.recipe.dtype}")
             logprob_check.check_delta(record["step"], record["logprob_delta"], limit)
         alarms.check_alarms(record, self.recipe.alarms)
@@ -301,11 +304,6 @@ class TrainerRun:
             report = self.group.sampled_check.report
             return None if report is None else report["delta"]
         return None if self.not_compared else logprob_check.logprob_delta(metrics)
-
-    def _must_compare(self) -> bool:
-        """Return whether log-probs of this step had to be compared."""
-        sampled = self.group.sampled_check
-        return not self.not_compared if sampled is None else sampled.report is not None
 
     def record_outcome(self, reason: str) -> None:
         """Write the outcome to summary.json."""

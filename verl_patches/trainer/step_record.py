@@ -48,6 +48,7 @@ def make_record(step: int, metrics: Mapping[str, Any], reports: Sequence[Mapping
     def reported(name: str) -> list[Any]:
         return [report[name] for report in reports]
 
+    preempted = [count for count in reported("preempted") if count is not None]
     return {
         "step": step,
         "seconds": phase_seconds(metrics, reported("seconds")),
@@ -67,7 +68,7 @@ def make_record(step: int, metrics: Mapping[str, Any], reports: Sequence[Mapping
         "usage": {},
         "dispatch": None,
         "expert_load": reports[0]["expert_load"],
-        "preempted": preempted_total(reported("preempted")),
+        "preempted": sum(preempted) if preempted else None,  # by vLLM, which computed these responses again
         "routing_replay": replay_totals(reported("routing_replay")),
         "skipped": skipped_totals(reported("skipped")),
         "rates": None,
@@ -113,8 +114,10 @@ def health_text(record: Mapping[str, Any]) -> str:
 def record_lines(record: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines below the step's row and its health: traces, memory, skipped steps, masked tokens, alarms."""
     step = f"step {record['step']}: "
-    if record["profile"]:
-        yield step + trace_text(record["profile"])
+    if profile := record["profile"]:
+        faults = profile["faults"]
+        more = f"; {len(faults)} could not be written, first: {faults[0]}" if faults else ""
+        yield f"{step}profiled, so its times are not comparable: {len(profile['files'])} files in profile/{more}"
     if record["memory"] and (text := violation_text(record["memory"]["violations"])):
         yield text
     if record["skipped"] and record["skipped"]["steps"]:
@@ -209,12 +212,6 @@ def largest_usage(processes: Sequence[Mapping[str, float]], memory: Mapping[str,
     return {name: max(usage.get(name, 0) for usage in processes) for name in names} | device
 
 
-def preempted_total(counts: Sequence[int | None]) -> int | None:
-    """Return the responses that vLLM preempted and computed again in a step, of all replicas; None without a count."""
-    present = [count for count in counts if count is not None]
-    return sum(present) if present else None
-
-
 def replay_totals(counts: list[dict[str, Any] | None]) -> dict[str, Any] | None:
     """Return the figures of routing replay over all ranks; None where it is off, or if nothing was replayed.
 
@@ -277,13 +274,6 @@ def trace_files(workers: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] |
     if not present:
         return None
     return {key: [entry for worker in present for entry in worker[key]] for key in ("files", "faults")}
-
-
-def trace_text(profile: Mapping[str, Any]) -> str:
-    """Return one line about the traces of a step."""
-    faults = profile["faults"]
-    more = f"; {len(faults)} could not be written, first: {faults[0]}" if faults else ""
-    return f"profiled, so its times are not comparable: {len(profile['files'])} files in profile/{more}"
 
 
 def _finite_number(value: Any) -> float | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -48,8 +49,6 @@ def send_switches(original: Callable) -> Callable:
 
 def _submitted_variables() -> Mapping[str, str]:
     """Return the variables that `ray job submit` gives to the job of this driver."""
-    import json
-
     job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON") or "{}")
     return (job.get("runtime_env") or {}).get("env_vars") or {}
 
@@ -60,8 +59,6 @@ def send_settings(engine: Mapping[str, Any] | None, network: Mapping[str, Any] |
     engine: verl's actor_rollout_ref section, for a line whose engine must be prepared before Megatron is imported.
     network: arguments of platform/npu/__init__.py's set_interface.
     """
-    import json
-
     from ray.experimental.internal_kv import _internal_kv_put
 
     _internal_kv_put(_settings_key(), json.dumps({"engine": engine, "network": network}))
@@ -80,8 +77,6 @@ def prepare_as_sent(_: Any) -> None:
     sent = _internal_kv_get(_settings_key()) if os.environ.keys() >= VERL_WORKER_VARIABLES else None
     if sent is None:
         return
-    import json
-
     settings = json.loads(sent)
     if settings["network"] is not None:
         from verl_patches.platform.npu import set_interface

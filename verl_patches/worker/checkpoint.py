@@ -11,6 +11,7 @@ thread.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -96,17 +97,15 @@ class WorkerCheckpoint:
         self.worker, self.recipe = worker, worker.recipe
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._write_future: Future | None = None
-        self._state: TrainState | None = None
         self._loads = 0
 
+    @functools.cached_property
     def train_state(self) -> TrainState:
-        """Return the train state of this rank, made once."""
-        if self._state is None:
-            trained, run = self.worker.trained, self.worker.run
-            inventory = trained_inventory(trained.chunks, trained.hf_config, trained.groups == CRITIC)
-            native, of_rank = native_tensors(trained.chunks), (run.train, dist.get_rank(), run.train_library)
-            self._state = TrainState(native, trained.optimizer, inventory, *of_rank)
-        return self._state
+        """Return the train state of this rank."""
+        trained, run = self.worker.trained, self.worker.run
+        inventory = trained_inventory(trained.chunks, trained.hf_config, trained.groups == CRITIC)
+        native, of_rank = native_tensors(trained.chunks), (run.train, dist.get_rank(), run.train_library)
+        return TrainState(native, trained.optimizer, inventory, *of_rank)
 
     # ---- save
 
@@ -121,7 +120,7 @@ class WorkerCheckpoint:
             )
         with self._on_device():
             storages, copied = self._copy_to_host()
-            pieces = self.train_state().pieces_to_write()
+            pieces = self.train_state.pieces_to_write()
             contents = self._piece_contents(pieces, storages)
         rest = self._other_state()
         self._write_future = self._threads.submit(checkpoint_files.write_rank, folder, rank, pieces, contents, rest)
@@ -208,7 +207,7 @@ class WorkerCheckpoint:
         Collective. Every rank raises the same CheckpointError if one of them finds a damaged or missing file or tensor.
         """
         self.wait()
-        state, rank = self.train_state(), dist.get_rank()
+        state, rank = self.train_state, dist.get_rank()
         saved: dict[str, Any] = {}
 
         def read() -> list[str]:

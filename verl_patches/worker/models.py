@@ -76,6 +76,8 @@ def load_model(
 
     `is_value`: the chunks are of a value model, which is never copied.
     """
+    from megatron.core.distributed import DistributedDataParallel
+
     rank = dist.get_rank()
     _show_log(rank)
     if copy_source.value is not None and not is_value:
@@ -95,7 +97,7 @@ def load_model(
     if rank == 0:
         seconds = time.perf_counter() - started
         log.info("weights: all ranks have read %s in %.1f s, this one %d bytes", folder, seconds, read_bytes)
-    if _is_untrained(chunks) and not is_value:
+    if not is_value and not any(isinstance(chunk, DistributedDataParallel) for chunk in chunks):  # it is not trained
         copy_source.value = folder, chunks
     return read_bytes
 
@@ -120,13 +122,6 @@ def _show_log(rank: int) -> None:
         log.addHandler(handler)
         log.setLevel(logging.INFO)
         log.propagate = False
-
-
-def _is_untrained(chunks: Sequence[torch.nn.Module]) -> bool:
-    """Return whether these chunks are not trained: verl wraps those that it trains in DDP."""
-    from megatron.core.distributed import DistributedDataParallel
-
-    return not any(isinstance(chunk, DistributedDataParallel) for chunk in chunks)
 
 
 def deepseekv3_generator(per_tensor_generator: Callable) -> Callable:

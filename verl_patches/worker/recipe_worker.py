@@ -242,7 +242,7 @@ class RecipeWorker(TrainingWorker):
         return kept[0]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def place_cached(self, placement: payloads.Placement) -> payloads.ExchangeReport:
+    def place_cached(self, placement: payloads.Placement) -> dict[str, float]:
         """Send responses once from the ranks that generated them to the train replicas that compute on them."""
         return self._cached_batch().place(placement, self.config, self.run.train)
 

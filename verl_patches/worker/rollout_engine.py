@@ -13,7 +13,6 @@ import wrapt
 
 from verl_patches.current import Current
 from verl_patches.heartbeat import heartbeat
-from verl_patches.memory.schedule import has_direct_sync
 from verl_patches.memory.sleep_mode import SleepMode, require_freed_memory
 from verl_patches.patching import engine
 from verl_patches.patching.engine import is_on
@@ -57,7 +56,7 @@ class RolloutEngine(Upstream):
         if (options.get("ascend_scheduler_config") or {}).get("enabled"):
             self.llm_engine.step = raise_on_dropped(self.llm_engine)
         if our_sleep_mode:
-            loaded = kwargs.get("load_format") != "dummy" or not has_direct_sync(engine.current_engine().wanted)
+            loaded = kwargs.get("load_format") != "dummy" or not is_on("reshard.direct")
             self.sleep_mode = SleepMode(self, loaded=loaded)
             self.llm_engine.sleep, self.llm_engine.wake_up = self.sleep_mode.sleep, self.sleep_mode.wake_up
             self.llm_engine.add_request = _refuse_unready(self.sleep_mode, self.llm_engine.add_request)

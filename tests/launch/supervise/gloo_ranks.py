@@ -49,7 +49,7 @@ def one_hangs(folder, how, by):
         dist.all_reduce(ones, group=halves[rank // 2])
         dist.all_reduce(ones)
     ended.wait() if rank == 0 else None
-    heartbeat.current_heartbeat().stop()
+    heartbeat.current_heartbeat()._file = -1  # no beat asks process groups that are being destroyed
     return answers or None
 
 

@@ -12,9 +12,9 @@ from verl import DataProto
 from verl.utils.dataset.rl_dataset import collate_fn
 
 from tests.runs import composed
-from verl_patches.errors import ConfigError
+from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.rules import RULES
-from verl_patches.step.batches.filter_groups import FilterGroupsError, FilterGroupsLoader
+from verl_patches.step.batches.filter_groups import FilterGroupsLoader
 
 SIZE, N, PROMPTS = 2, 3, 10
 # scores of each prompt's responses: equal sixths and thirds have a standard deviation above 0 in floats
@@ -129,7 +129,7 @@ def test_a_metric_of_the_reward_function_decides():
 
 
 def test_a_step_that_finds_too_few_ends_the_run():
-    with pytest.raises(FilterGroupsError, match=r"only 1 of 4 prompts \(25.0%\) in 2 batches .*'score', expected 2"):
+    with pytest.raises(RecipeError, match=r"only 1 of 4 prompts \(25.0%\) in 2 batches .*'score', expected 2"):
         steps(filtered_groups(max_num_gen_batches=2)[0], 1)
 
 

@@ -29,7 +29,7 @@ def test_a_wrong_order_would_be_seen(ranks4):
 
 @pytest.mark.parametrize(("fault", "words"), [
     ("nothing", "no error"),
-    ("missing", "rank 2: CacheError: tensor cache: 4 samples have no responses (the first is sample 8);"),
+    ("missing", "rank 2: RecipeError: tensor cache: 4 samples have no responses (the first is sample 8);"),
     ("short", "rank 2: log_probs has torch.float32 ("),
     ("dtype", "rank 2: prompts has torch.int64 ("),
 ])  # fmt: skip

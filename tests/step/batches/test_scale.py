@@ -96,7 +96,7 @@ def test_every_tensor_arrives_once_at_each_rank_that_computes_it(run, monkeypatc
             expected, value_samples = expected_values(plan.replica_by_rank[rank], name)
             differ |= set(value_samples[cache.get(name, own).values != expected].tolist())
         sent, received = wire_bytes(plan, rank, specs)
-        return SimpleNamespace(samples=own, differ=differ, sent=sent, received=received, cached_bytes=cache.close())
+        return SimpleNamespace(samples=own, differ=differ, sent=sent, received=received, cached_bytes=cache.bytes_held)
 
     with ThreadPoolExecutor(WORLD) as pool:
         ranks = list(pool.map(run_rank, range(WORLD)))

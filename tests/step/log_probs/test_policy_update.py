@@ -172,12 +172,6 @@ def test_both_ways_weigh_alike(correction):
     assert ("rollout_corr/rollout_rs_masked_fraction" in metrics) is ("rollout_rs" in correction)
 
 
-def test_a_cap_of_one_half_halves_the_gradient_and_a_rejected_batch_has_none():
-    half = Worker(rollout_is="token", rollout_is_threshold=0.5)  # every ratio is above the cap
-    assert torch.equal(half.run(batch(far=0.01)), 0.5 * Worker().run(batch(far=0.01)))
-    assert not Worker(rollout_rs="seq_sum_k1", rollout_rs_threshold="7_8").run(batch()).any()
-
-
 @pytest.mark.parametrize("skip", [False, True])
 def test_the_token_mask_gives_the_gradient_of_icepop(skip):
     """Check against -mean(M(k) r A), k = pi_actor / pi_rollout: M(k) = k if low <= k <= high, else 0."""
@@ -275,12 +269,6 @@ def test_an_update_by_sequences_takes_the_old_log_probs_of_its_batch():
     token, sequence = Worker(), Worker(ratio="sequence")
     assert sequence.run(batch())[0].allclose(token.run(batch())[0], rtol=1e-6)
     assert policy_update.current_update.value is None
-
-    class Bare(Worker):
-        loss = staticmethod(compute_policy_loss)
-
-    with pytest.raises(RecipeError, match="recipe.train.importance_ratio is set, .*row update.loss_on_policy"):
-        Bare(ratio="sequence").run(batch())
 
 
 def test_ratios_of_sequences_need_mini_batches_and_means_over_sequences():

@@ -122,21 +122,6 @@ def test_weights_by_hand():
         assert found.accepted[mask.bool()].tolist() == torch.tensor(accepted)[mask.bool()].tolist()
 
 
-def test_icepop_by_hand():
-    """Check that each token's weight is its ratio where pi_actor / pi_rollout is in [0.5, 5], else 0."""
-    ratios = torch.tensor([[0.49, 0.51, 1.0, 4.9, 5.1], [0.01, 6.0, 9.0, 9.0, 9.0]], dtype=torch.float64)
-    rollout, mask = torch.full((2, 5), -3.0, dtype=torch.float64), torch.tensor([[1] * 5, [1, 1, 0, 0, 0]])
-    expected = torch.tensor([[0.0, 0.51, 1.0, 4.9, 0.0], [0.0] * 5], dtype=torch.float64)
-    icepop = Correction("token", 5.0, "token_k1", (0.2, 2.0))
-    found = rc.importance_weights(rollout, rollout + ratios.log(), mask, icepop).weights
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
-    metrics = rc.log_prob_metrics(rc.log_prob_sums(rollout, rollout + ratios.log(), mask, icepop), icepop)
-    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 4 / 7
-    assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == 1.0  # each sequence has a masked token
-    inverse = Correction("token", 5.0, "token_k1", (0.5, 5.0))  # control: bounds of the other direction
-    assert not torch.equal(rc.importance_weights(rollout, rollout + ratios.log(), mask, inverse).weights, expected)
-
-
 def test_ratios_are_bounded_before_they_overflow():
     rollout, actor, ones = torch.tensor([[-900.0, -1.0]]), torch.tensor([[-1.0, -900.0]]), torch.ones(1, 2)
     ratios = rc.importance_weights(rollout, actor, ones, Correction("token", 1e30, None, None)).weights

@@ -1,7 +1,6 @@
 """Test the comparison of operators on the emulated device, with and without planted faults."""
 
 import contextlib
-import dataclasses
 from unittest import mock
 
 import pytest
@@ -44,7 +43,7 @@ def changed(change):
 
 
 def operator_rows(cases):
-    """Return the rows of check_operators, as dicts, of tiny runs; a case is (overrides, change or None, with MC2)."""
+    """Return the rows of check_operators of tiny runs; a case is (overrides, change or None, with MC2)."""
     import torch.distributed as dist
 
     from tests.runs import composed
@@ -56,7 +55,7 @@ def operator_rows(cases):
         with changed(change) if change else contextlib.nullcontext():
             rows = check_operators(run, set())
             rows += [check_mc2(run, dist.new_group([0]))] if with_mc2 else []
-        found.append([dataclasses.asdict(row) for row in rows])
+        found.append(rows)
     return found
 
 

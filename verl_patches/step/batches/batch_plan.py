@@ -77,10 +77,7 @@ def packed_batches(
             found += _assign_samples([[slots[i] for i in places] for places in group_bins], lengths)
         return found
     bins = _equal_bins([[lengths[sample] for sample in samples] for samples in own], token_budget)
-    found = []
-    for samples, replica_bins in zip(own, bins, strict=True):
-        found.append([[samples[i] for i in places] for places in replica_bins])
-    return found
+    return [[[samples[i] for i in places] for places in each] for samples, each in zip(own, bins, strict=True)]
 
 
 def token_cost(replicas: Replicas, lengths: Sequence[int], group_replicas: int | None = None) -> tuple[int, float]:

@@ -19,10 +19,6 @@ from verl_patches.step.batches.batch_plan import BatchPlan
 from verl_patches.step.batches.exchange import RaggedTensor, TensorSpec, exchange
 
 
-class CacheError(RecipeError):
-    """Report that the cache lacks a tensor or samples; the message names both."""
-
-
 class TensorCache:
     """Hold the tensors of one step on one rank."""
 
@@ -40,11 +36,9 @@ class TensorCache:
         """Return the names of all tensors."""
         return tuple(self._tensors)
 
-    def close(self) -> int:
-        """Drop all tensors; return their bytes. Idempotent."""
-        closed_bytes = self.bytes_held
+    def close(self) -> None:
+        """Drop all tensors. Idempotent."""
         self._tensors.clear()
-        return closed_bytes
 
     def put(self, name: str, samples: Sequence[int], ragged: RaggedTensor) -> None:
         """Store a tensor of these samples, in this order; replace an earlier one of that name."""
@@ -59,7 +53,7 @@ class TensorCache:
         if missing or ragged is None:
             first = f" (the first is sample {missing[0]})" if missing else ""
             contents = [f"{name} of {len(places)} samples" for name, (places, _) in self._tensors.items()]
-            raise CacheError(
+            raise RecipeError(
                 f"tensor cache: {len(missing)} samples have no {name}{first}; the cache has "
                 f"{', '.join(contents) or 'no tensors'}. The stage that puts it there must run before"
             )

@@ -104,8 +104,12 @@ class CachedBatch:
         self._responses.append(payloads.ResponseIds(lengths, packed_ids(responses.values.cpu().numpy())))
         return DataProto(batch=batch.select())
 
-    def place(self, placement: payloads.Placement, config: Any, train: ParallelLayout) -> payloads.ExchangeReport:
-        """Exchange responses so that this rank has those of `samples`; config: verl's section actor_rollout_ref."""
+    def place(self, placement: payloads.Placement, config: Any, train: ParallelLayout) -> dict[str, float]:
+        """Exchange responses so that this rank has those of `samples`; config: verl's section actor_rollout_ref.
+
+        Return this rank's {sent_bytes, received_bytes, kept_bytes} and balance: over micro batches, sum(most tokens of
+        any replica) / sum(mean tokens).
+        """
         rank, actor = dist.get_rank(), config.actor
         prompts, responses = placement.prompt_lengths.tolist(), placement.response_lengths.tolist()
         tokens = tuple(a + b for a, b in zip(prompts, responses, strict=True))
@@ -129,9 +133,9 @@ class CachedBatch:
             specs[_ROLLOUT_LOG_PROBS] = TensorSpec(torch.float32, responses)
         self.cache.redistribute(self.plan, rank, specs)
         most, mean = self.plan.token_cost(tokens, group_replicas)
-        return payloads.ExchangeReport(
-            *wire_bytes(self.plan, rank, specs), self.cache.bytes_held, round(most / mean, 4)
-        )
+        sent, received = wire_bytes(self.plan, rank, specs)
+        moved = {"sent_bytes": sent, "received_bytes": received, "kept_bytes": self.cache.bytes_held}
+        return {**moved, "balance": round(most / mean, 4)}
 
     def inputs(self) -> tuple[DataProto, torch.Tensor]:
         """Return (the model's inputs, mask of responses) of the samples that this rank computes."""

@@ -7,8 +7,8 @@ row's sample, so that the trainer may reorder rows (balance_batch). trainer/work
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,7 @@ class CachedStep:
     balance_batch: bool
     send_back: bool
     lengths: tuple[int, ...] = ()
-    reports: Sequence[payloads.ExchangeReport] = ()
+    reports: Sequence[dict[str, float]] = ()
 
     @classmethod
     def from_trainer(cls, trainer: Any) -> CachedStep:
@@ -112,16 +112,10 @@ class CachedStep:
         return payloads.Advantages(values.numpy(), per_token, dict(batch.meta_info))
 
     def report(self) -> dict[str, float] | None:
-        """Return each number of ExchangeReport, the largest of this step's ranks; None before the first step."""
+        """Return each number of `reports`, the largest of this step's ranks; None before the first step."""
         if not self.reports:
             return None
-        ranks = [asdict(report) for report in self.reports]
-        return {name: max(report[name] for report in ranks) for name in ranks[0]}
-
-    @staticmethod
-    def drop_partition_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a step's metrics without those of verl's balance_batch, whose partition is not used."""
-        return {name: value for name, value in metrics.items() if not name.startswith("global_seqlen/")}
+        return {name: max(report[name] for report in self.reports) for name in self.reports[0]}
 
     def _log_prob_batch(
         self, rows: torch.Tensor, tensors: dict[str, torch.Tensor], name: str, answers: Sequence[payloads.LogProbs]

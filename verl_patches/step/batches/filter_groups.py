@@ -29,10 +29,6 @@ _ROLLOUT_COLUMNS = {"input_ids", "attention_mask", "position_ids", "raw_prompt_i
 SCORE = "score"  # the reward itself; other metrics are keys of the reward function's dict
 
 
-class FilterGroupsError(RecipeError):
-    """Report that too few prompts have responses with different rewards."""
-
-
 class FilterGroupsLoader:
     """Wrap verl's data loader of `trainer`, and draw from it the prompts of a step.
 
@@ -67,7 +63,7 @@ class FilterGroupsLoader:
         return batch
 
     def draw_filtered_groups(self, prompts: DataProto) -> DataProto:
-        """Return the responses of len(`prompts`) kept prompts; FilterGroupsError where the batches have fewer."""
+        """Return the responses of len(`prompts`) kept prompts; RecipeError where the batches have fewer."""
         size, batch, most = len(prompts), self._step_batch, self._section.max_num_gen_batches
         names = {"batch_keys": list(prompts.batch.keys()), "non_tensor_batch_keys": list(prompts.non_tensor_batch)}
         rows: list[tuple[dict[str, Any], int]] = []  # (drawn batch, row) of each prompt with different rewards
@@ -84,7 +80,7 @@ class FilterGroupsLoader:
         self.report = {"drawn_batches": drawn, "prompts": drawn * size, "differ": len(rows)}
         self.report["kept_share"] = len(rows) / (drawn * size)
         if len(rows) < size:
-            raise FilterGroupsError(
+            raise RecipeError(
                 f"recipe.filter_groups: only {len(rows)} of {drawn * size} prompts "
                 f"({self.report['kept_share']:.1%}) in {drawn} batches have responses that differ in "
                 f"{self._section.metric!r}, expected {size} for the step. The data are too easy or too hard for the "

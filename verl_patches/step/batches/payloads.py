@@ -54,19 +54,6 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class ExchangeReport:
-    """Hold the bytes that one rank sent, received and keeps.
-
-    balance: over micro batches, sum(most tokens of any replica) / sum(mean tokens).
-    """
-
-    sent_bytes: int
-    received_bytes: int
-    kept_bytes: int
-    balance: float
-
-
-@dataclass(frozen=True)
 class LogProbs:
     """Hold the log-prob results of one replica, in the order of `samples`, int32 [b].
 

@@ -38,14 +38,6 @@ def _read_messages(given: Iterable[Mapping[str, Any]]) -> list[Message]:
     return messages
 
 
-def read_conversation(given: Iterable[Mapping[str, Any]]) -> list[Message]:
-    """Return the messages of a conversation, whose last is the assistant's."""
-    messages = _read_messages(given)
-    if (role := messages[-1]["role"]) != "assistant":
-        raise ValueError(f"expected the last message of messages to have role assistant, found {role}")
-    return messages
-
-
 def parse_json(value: Any, name: str) -> Any:
     """Return a value; a text is read as JSON. `name` names it in errors."""
     try:
@@ -202,7 +194,10 @@ def row_tokens(tokenizer: Any, row: Mapping[str, Any]) -> RowTokens:
         ids += [tokenizer.eos_token_id] if ids[-1] != tokenizer.eos_token_id or len(ids) < 2 else []
         return ids[:1], {"text": ids[1:]}, []
     if "messages" in row:
-        ids, response = split_tokens(tokenizer, read_conversation(row["messages"]), tools)
+        messages = _read_messages(row["messages"])
+        if (role := messages[-1]["role"]) != "assistant":
+            raise ValueError(f"expected the last message of messages to have role assistant, found {role}")
+        ids, response = split_tokens(tokenizer, messages, tools)
         return ids, {"response": response}, []
     prompt = _read_messages(row["prompt"])
     if "steps" in row:

@@ -73,10 +73,8 @@ class FixedDataset(RLHFDataset):
         prompt = torch.tensor(ids[-most:] if self.truncation == "left" else ids[:most])
         tensors = prompt_inputs(RaggedTensor(prompt, (len(prompt),)), most, self.tokenizer.pad_token_id)
         row |= {name: tensor[0] for name, tensor in tensors.items()} | {"raw_prompt_ids": prompt.tolist()}
-        return {**row, "tools_kwargs": {**given, "responses": [*map(self._truncate, given["responses"])]}}
-
-    def _truncate(self, ids: list[int]) -> list[int]:
-        return ids[-self.most_tokens :] if self.truncation == "left" else ids[: self.most_tokens]
+        kept = slice(-self.most_tokens, None) if self.truncation == "left" else slice(self.most_tokens)
+        return {**row, "tools_kwargs": {**given, "responses": [ids[kept] for ids in given["responses"]]}}
 
     def _row_tokens(self, row: dict[str, Any]) -> dict[str, Any]:
         """Return {prompt: its token ids, responses: uncut ids of each, and other data that the objective needs}.

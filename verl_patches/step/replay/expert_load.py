@@ -8,9 +8,7 @@ between calls are not visible.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,9 +63,5 @@ def count_training_load(chunks: Iterable[torch.nn.Module], ranks: Mapping[str, i
         return None
     load = ExpertLoad(config.num_layers, config.num_moe_experts, ranks, next(chunks[0].parameters()).device)
     for router in (module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)):
-        router.register_forward_hook(functools.partial(_count_routed, load))
+        router.register_forward_hook(lambda router, _, output: load.add(router.layer_number - 1, output[1]))
     return load
-
-
-def _count_routed(load: ExpertLoad, router: Any, inputs: Any, output: tuple) -> None:
-    load.add(router.layer_number - 1, output[1])

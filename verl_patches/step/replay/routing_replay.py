@@ -129,7 +129,9 @@ class RoutingReplay:
         index, batch = self._running_layer
         is_whole = len(logits) == len(batch.rows)
         result = upstream(logits, topk, *args, **options)
-        own = chosen_experts(result[1], topk)
+        own = result[1]  # expert ids [N, k] (MindSpeed-LLM), or a map [N, E] (Megatron 0.12.2)
+        if own.dtype == torch.bool:
+            own = own.int().topk(topk, dim=1).indices
         if self._is_recording:
             whole = own if is_whole else mappings.gather_from_sequence_parallel_region(own, False)
             if not batch.experts:
@@ -171,11 +173,6 @@ current_replay: Current[RoutingReplay | None] = Current(None)  # the replay of t
 def sample_key(ids: torch.Tensor) -> bytes:
     """Return the key of a sample from its tokens, prompt and response without padding; on the host."""
     return hashlib.blake2b(ids.to(torch.int64).numpy().tobytes(), digest_size=16).digest()
-
-
-def chosen_experts(selected: torch.Tensor, topk: int) -> torch.Tensor:
-    """Return [N, k] int64 from a bool map [N, E] (Megatron 0.12.2), or unchanged indices (MindSpeed-LLM)."""
-    return selected.int().topk(topk, dim=1).indices if selected.dtype == torch.bool else selected
 
 
 def attach_micro_batch(preprocess_packed_seqs: Callable) -> Callable:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
@@ -76,28 +75,23 @@ def measure(run: RunSpec, what: str, compared: set[tuple[str, str]]) -> dict[str
     """Return what this rank measures; all ranks of the run make this call.
 
     compared: operators and shapes of this process's earlier calls, which are left out; those of this call are added.
-    OPERATORS, with any words behind it: {rows: an OperatorRow as a mapping for each}, on the first rank of a node.
+    OPERATORS, with any words behind it: {rows: one of `check_operators` for each}, on the first rank of a node.
     MC2: {rows}, of one row. A kind of groups: {ranks, bytes, seconds, wrong}: of this rank's group, the fastest of
     REPEATS calls, and what came out wrong, else "".
     """
     if what.startswith(OPERATORS):
         first = int(os.environ.get("RAY_LOCAL_RANK", 0)) == 0
-        return {"rows": [asdict(row) for row in check_operators(run, compared)] if first else []}
+        return {"rows": check_operators(run, compared) if first else []}
     kind = group_kinds(run)[EXPERTS if what == MC2 else what]
-    ranks, group = _make_group(kind.groups)
+    made = [(ranks, dist.new_group(ranks)) for ranks in kind.groups]  # on all ranks in the same order
+    ranks, group = next(each for each in made if dist.get_rank() in each[0])
     try:
         if what == MC2:
-            return {"rows": [asdict(check_mc2(run, group))]}
+            return {"rows": [check_mc2(run, group)]}
         seconds, wrong = _COLLECTIVES[kind.collective](ranks, group, kind.size_bytes, device_type(run.platform))
     finally:
         dist.destroy_process_group(group)  # its buffers
     return {"ranks": ranks, "bytes": kind.size_bytes, "seconds": seconds, "wrong": wrong}
-
-
-def _make_group(groups: list[list[int]]) -> tuple[list[int], Any]:
-    """Make all groups, on all ranks in the same order; return the ranks of this rank's group, and the group."""
-    made = [(ranks, dist.new_group(ranks)) for ranks in groups]
-    return next((ranks, group) for ranks, group in made if dist.get_rank() in ranks)
 
 
 def _all_reduce(ranks: list[int], group: Any, size_bytes: int, device: str) -> tuple[float, str]:
@@ -134,20 +128,16 @@ _COLLECTIVES = {"all_reduce": _all_reduce, "all_to_all": _all_to_all, "send": _s
 def _fastest(prepare: Callable[[], Any], call: Callable[[], Any], device: str) -> float:
     """Return the seconds of the fastest of REPEATS calls, after one that makes the communicator."""
     found = []
+    wait = (lambda: None) if device == "cpu" else torch.get_device_module(device).synchronize
     for _ in range(REPEATS + 1):
         prepare()
-        _synchronize(device)
+        wait()
         dist.barrier()
         start = time.perf_counter()
         call()
-        _synchronize(device)
+        wait()
         found.append(time.perf_counter() - start)
     return min(found[1:])
-
-
-def _synchronize(device: str) -> None:
-    if device != "cpu":
-        torch.get_device_module(device).synchronize()
 
 
 def _difference(found: torch.Tensor, expected: torch.Tensor) -> str:

@@ -41,23 +41,6 @@ _BUILDERS = {
 _REFERENCES = {**vars(attention), **vars(experts), **vars(layers), **vars(paged_mla)}
 
 
-@dataclass(frozen=True)
-class OperatorRow:
-    """Hold the comparison of one operator.
-
-    shape: of its tensors. error: the largest difference over the largest expected value, of all results and gradients;
-    None where the operator did not run. seconds: of the second call, with gradients where they are compared. verdict:
-    OK, WRONG, NOT_CHECKED, or `failed: ` with the error.
-    """
-
-    operator: str
-    shape: str
-    error: float | None
-    tolerance: float
-    seconds: float | None
-    verdict: str
-
-
 def _call(operator: Callable, **arguments: Any) -> Any:
     return operator(**arguments)
 
@@ -110,7 +93,7 @@ class OperatorCase:
         return [x.detach() for x in found] + [arguments[name] for name in self.written]
 
 
-def check_operators(run: RunSpec, done: set[tuple[str, str]]) -> list[OperatorRow]:
+def check_operators(run: RunSpec, done: set[tuple[str, str]]) -> list[dict[str, Any]]:
     """Return a row for each operator that the run's training and rollout call on one device, this process's own.
 
     done: (operators, shape) of rows of earlier calls, which are left out; those of this call are added. Packages of
@@ -124,7 +107,7 @@ def check_operators(run: RunSpec, done: set[tuple[str, str]]) -> list[OperatorRo
     return rows
 
 
-def check_mc2(run: RunSpec, group: dist.ProcessGroup) -> OperatorRow:
+def check_mc2(run: RunSpec, group: dist.ProcessGroup) -> dict[str, Any]:
     """Return the row of MC2's dispatch and combine among the ranks of `group`, all of which make this call.
 
     group: ranks that exchange experts, on a communicator that nothing else uses, with HCCL_BUFFSIZE as the run has it.
@@ -141,10 +124,16 @@ def operator_cases(run: RunSpec) -> Iterator[OperatorCase]:
             yield from _rollout_cases(run, make)
 
 
-def _compare(run: RunSpec, case: OperatorCase) -> OperatorRow:
+def _compare(run: RunSpec, case: OperatorCase) -> dict[str, Any]:
+    """Return {operator, shape: of its tensors, tolerance, error, seconds, verdict}.
+
+    error: the largest difference over the largest expected value, of all results and gradients; None where the operator
+    did not run. seconds: of the second call, with gradients where they are compared. verdict: OK, WRONG, NOT_CHECKED,
+    or `failed: ` with the error.
+    """
     kinds = [x.dtype for _, x in case.tensors() if x.is_floating_point()]
     tolerance = max((TOLERANCES[kind] for kind in kinds), default=0.0)
-    row = functools.partial(OperatorRow, case.title, case.shape, tolerance=tolerance)
+    facts = {"operator": case.title, "shape": case.shape, "tolerance": tolerance}
     fp32 = tree_map_only(
         torch.Tensor, lambda x: x.to(torch.float32 if x.is_floating_point() else x.dtype, copy=True), case.arguments
     )
@@ -163,11 +152,10 @@ def _compare(run: RunSpec, case: OperatorCase) -> OperatorRow:
         error = max(_difference(x, y) for x, y in zip(found, expected, strict=True))
     except Exception as failure:  # a report names every operator, also those that a device refuses
         reason = str(failure).strip().partition("\n")[0]
-        return row(error=None, seconds=None, verdict=f"failed: {type(failure).__name__}: {reason}")
+        return {**facts, "error": None, "seconds": None, "verdict": f"failed: {type(failure).__name__}: {reason}"}
     own = any(str(getattr(inspect.unwrap(each), "__module__", "")).startswith("verl_patches.") for each in operators)
-    if not error <= tolerance:  # NaN too
-        return row(error=error, seconds=seconds, verdict=WRONG)
-    return row(error=error, seconds=seconds, verdict=NOT_CHECKED if own else OK)
+    verdict = (NOT_CHECKED if own else OK) if error <= tolerance else WRONG  # of NaN too
+    return {**facts, "error": error, "seconds": seconds, "verdict": verdict}
 
 
 def _find_operator(name: str) -> Callable:
