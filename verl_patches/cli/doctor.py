@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from verl_patches.catalog import platform_rows
-from verl_patches.cli.output import Json, print_json, print_report, print_text
+from verl_patches.cli.output import Json, exit_with_report, print_json, print_report, print_text
 from verl_patches.cli.run import CONFIG_HELP, Overrides, Upstream, compose_run, start_run
 from verl_patches.errors import ConfigError
 from verl_patches.launch import smoke
@@ -55,11 +55,7 @@ def doctor_command(
     else:
         options = [] if upstream is None else ["--upstream", str(upstream.absolute())]
         report = doctor.check_all_nodes(node, [*words, *options])
-    if as_json:
-        print_json(report.as_dict())
-    else:
-        print_report(report)
-    raise typer.Exit(report.exit_code)
+    exit_with_report(report, as_json)
 
 
 def bringup_command(

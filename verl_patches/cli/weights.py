@@ -25,7 +25,7 @@ from verl_patches.weights.manifest import (
 from verl_patches.weights.megatron import crc_problems
 from verl_patches.weights.plan import plan_conversion
 from verl_patches.weights.run_folders import checkpoint_chain, find_start, require_start
-from verl_patches.weights.source import INDEX, Source, open_source
+from verl_patches.weights.source import INDEX, open_source
 
 GB = 1e9
 LAYOUT_HELP = 'Write Megatron\'s checkpoint for this layout, such as "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7".'
@@ -98,10 +98,6 @@ def _newest_checkpoint(path: Path) -> Path:
     return newest
 
 
-def _source_dtypes(source: Source) -> str:
-    return "/".join(sorted({tensor.dtype for tensor in source.tensors.values()}))
-
-
 @app.command("verify")
 def verify_command(folder: Folder, as_json: Json = False) -> None:
     """Check every byte of a checkpoint or a Megatron folder; a HF folder, without checksums, by headers and index."""
@@ -141,7 +137,8 @@ def verify_command(folder: Folder, as_json: Json = False) -> None:
         try:
             for each in opened:
                 source = open_source(each)
-                contents.append(f"{source.kind}, {len(source.tensors)} tensors in {_source_dtypes(source)}")
+                dtypes = sorted({tensor.dtype for tensor in source.tensors.values()})
+                contents.append(f"{source.kind}, {len(source.tensors)} tensors in {'/'.join(dtypes)}")
         except ConfigError as error:
             problems = [str(error)]
     seconds = round(time.perf_counter() - start, 1)

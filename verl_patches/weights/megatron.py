@@ -266,16 +266,12 @@ def _model_tensors(chunk: Mapping[str, SavedTensor], left_out: set[str]) -> dict
     chunk = {name: tensor for name, tensor in chunk.items() if name not in left_out}
     if _MTP_NORM in chunk:
         chunk[f"decoder.{_MTP_NORM}"] = chunk.pop(_MTP_NORM)
-    numbers = {number: place for place, number in enumerate(_layer_numbers(chunk))}
+    layers = {int(match[1]) for name in chunk if (match := re.match(r"decoder\.layers\.(\d+)\.", name))}
+    numbers = {number: place for place, number in enumerate(sorted(layers))}
     return {
         re.sub(r"(?<=^decoder\.layers\.)\d+", lambda match: str(numbers[int(match[0])]), name): tensor
         for name, tensor in chunk.items()
     }
-
-
-def _layer_numbers(chunk: Mapping[str, Any]) -> list[int]:
-    found = (re.match(r"decoder\.layers\.(\d+)\.", name) for name in chunk)
-    return sorted({int(match[1]) for match in found if match})
 
 
 def _meta_tensor(name: str, saved: SavedTensor, inventory: Inventory, library: str) -> Any:

@@ -249,10 +249,6 @@ class WeightReader:
 
     # ---- states of an optimizer
 
-    def has_states(self, role: str) -> bool:
-        """Return whether there are states of this role."""
-        return any(held == role for held, _ in self.source.states)
-
     def read_state(self, wanted: TensorEntry) -> torch.Tensor:
         """Return the elements [n] of a flat range, from ranges of the same region or of all regions that overlap it."""
         start, stop = wanted.first_element, wanted.first_element + wanted.shape[0]

@@ -80,7 +80,7 @@ def test_what_others_follow_takes_effect_in_a_run_too(run, monkeypatch):
     with pytest.raises(ConfigError, match="recipe.gone"):
         rollout()
     (run / "config.yaml").write_text(recorded)
-    for name in ("require_trees", "require_verl_version"):  # of line a3
+    for name in ("require_trees", "refuse_modified"):  # of line a3
         monkeypatch.setattr(model, name, lambda *given: None)
     monkeypatch.setattr(model, "require_platform", lambda *given: None)
     given = [f"recipe.output_root={run.parents[1]}", "recipe.platform=npu_emulated", "recipe.line=a3"]
