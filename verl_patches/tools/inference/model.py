@@ -79,8 +79,8 @@ def find_model(
     keys, trees = override_keys(overrides), add_platform_trees(platform, trees)
     spec = resolve(instance_config(config), platform_rows(platform), keys, trees)
     require_trees(spec)
-    refuse_modified(spec)
     require_platform(spec.platform, "on a CPU take a run or --config-name with recipe.platform=cpu")
+    refuse_modified(spec)
     sources = {step: open_source(folders[step]) for step in ([max(folders)] if newest else folders)}
     for source in sources.values():
         if SCORE in source.tensors:
