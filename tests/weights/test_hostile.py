@@ -169,11 +169,6 @@ def edit_config(folder, **values):
     (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | values))
 
 
-def link_to_nothing(path):
-    path.unlink()
-    path.symlink_to("../../blobs/0123")
-
-
 def resize(name, size):
     """Return a change of the size of a file."""
     return lambda folder: os.truncate(folder / name, size)
@@ -202,10 +197,6 @@ FAULTS = {
     "truncated": (resize("model-2.safetensors", 100_000), "model-2.safetensors is not a whole safetensors file"),
     "no index": (lambda f: (f / INDEX).unlink(), "or without it model.safetensors alone"),
     "another model": (lambda f: edit_config(f, model_type="llama"), "model_type is 'llama', expected 'deepseek_v3'"),
-    "link to nothing": (
-        lambda f: link_to_nothing(f / "model-2.safetensors"),
-        "model-2.safetensors is a link to .*/blobs/0123",
-    ),
     "web page": (lambda f: (f / "tokenizer.json").write_bytes(b"<!doctype html>"), "tokenizer.json is a web page"),
     "gptq": (lambda f: edit_config(f, quantization_config={"quant_method": "gptq"}), "only DeepSeek's FP8"),
 }

@@ -13,7 +13,6 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.run.compose import output_root
 from verl_patches.weights.manifest import (
-    CHECKPOINT_NAME,
     CRITIC,
     MANIFEST,
     TRACKER,
@@ -84,18 +83,12 @@ def export_command(
 ) -> None:
     """Write the weights of a checkpoint or of a Megatron folder as a HF folder, as `convert --hf` does."""
     if not has_manifest(source) and not (source / TRACKER).is_file():
-        source = _newest_checkpoint(source)
+        other = ", or a checkpoint (global_step_N) with manifest.json, or a Megatron folder"
+        run = find_start(source, output_root(), other)
+        if (newest := checkpoint_chain(require_start(run)).newest()) is None:
+            raise ConfigError(f"{run}: expected a complete checkpoint, found none, also of earlier starts")
+        source = newest
     convert_command(source, destination, hf=True, processes=processes, as_json=as_json)
-
-
-def _newest_checkpoint(path: Path) -> Path:
-    """Return the newest checkpoint of a run or of a start; raise ConfigError for anything else."""
-    if CHECKPOINT_NAME.fullmatch(path.name):
-        raise ConfigError(f"weights export: {path}: expected a complete checkpoint, found no {MANIFEST}; give another")
-    run = find_start(path, output_root(), ", or a checkpoint (global_step_N) with manifest.json, or a Megatron folder")
-    if (newest := checkpoint_chain(require_start(run)).newest()) is None:
-        raise ConfigError(f"weights export: {run}: expected a complete checkpoint, found none, also of earlier starts")
-    return newest
 
 
 @app.command("verify")

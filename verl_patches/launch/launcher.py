@@ -327,7 +327,7 @@ def _draw_figures(folder: Path) -> None:
         summary = read_summary(folder)
         if summary["steps"]:
             save_figure(run_figure(summary), folder / "training.png")
-        if any(step.get("memory") for step in summary["steps"]):
+        if any((step.get("memory") or {}).get("phases") for step in summary["steps"]):
             save_figure(memory_figure(summary), folder / "memory.png")
     except ConfigError as error:
         Progress(folder).say(f"| training.png or memory.png was not drawn: {error}")
