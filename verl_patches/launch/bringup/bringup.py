@@ -125,7 +125,7 @@ class Bringup:
                 continue
             self.say(f"rung {name}: {RUNGS[name][0]}")
             began = time.monotonic()
-            rung: Rung = getattr(self, f"_{name}")()  # a method of its own makes each
+            rung: Rung = getattr(self, f"_{name}")()  # each has a method of its name
             rung.seconds = round(time.monotonic() - began, 1)
             self.rungs[name] = rung
             failed = name if rung.finding.state == "problem" else ""
