@@ -93,9 +93,8 @@ def test_verify_checks_the_critic_of_a_checkpoint(tmp_path, actor):
 
 def test_a_checkpoint_of_a_value_model_alone_names_where_its_weights_are(tmp_path):
     saved = with_critic(tmp_path / "global_step_1", actor=False)
-    for arguments in (["export", saved, tmp_path / "out"],):
-        done = CliRunner().invoke(app, ["weights", *map(str, arguments)])
-        assert isinstance(done.exception, ConfigError) and f"give {saved / CRITIC}" in str(done.exception)
+    done = CliRunner().invoke(app, ["weights", "export", str(saved), str(tmp_path / "out")])
+    assert isinstance(done.exception, ConfigError) and f"give {saved / CRITIC}" in str(done.exception)
     assert open_source(saved / CRITIC).kind == "checkpoint"
     assert open_source(with_critic(tmp_path / "both")).kind == "checkpoint"  # control: with an actor it opens
 
@@ -108,11 +107,7 @@ def test_verify_of_no_folder_is_wrong_use_and_claims_no_check(folder, tmp_path):
     assert "checked: names" in call("verify", folder).stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [([], "expected one of --hf and --layout"), (["--layout", "tp2"], "number of ranks is missing")],
-)
-def test_wrong_use_is_named(folder, tmp_path, arguments, words):
-    done = CliRunner().invoke(app, ["weights", "convert", str(folder), str(tmp_path / "out"), *arguments])
-    assert isinstance(done.exception, ConfigError) and words in str(done.exception)  # main() exits with 2
+def test_wrong_use_is_named(folder, tmp_path):
+    error = CliRunner().invoke(app, ["weights", "convert", str(folder), str(tmp_path / "out")]).exception
+    assert isinstance(error, ConfigError) and "expected one of --hf and --layout" in str(error)  # main() exits with 2
     assert not (tmp_path / "out").exists()

@@ -1,8 +1,6 @@
 import pytest
-from typer.testing import CliRunner
 
 from tests import runs
-from verl_patches.__main__ import app
 from verl_patches.errors import ConfigError
 from verl_patches.launch import smoke
 from verl_patches.launch.smoke import SmokeOptions, smoke_overrides
@@ -74,13 +72,6 @@ def test_an_override_wins_over_the_layout_and_the_last_layout_counts():
 def test_an_unknown_layout_is_refused_with_the_list(word, line, names):
     with pytest.raises(ConfigError, match=f"^{word}: expected one of {', '.join(sorted(names))}$"):
         composed(word, line=line)
-
-
-@pytest.mark.parametrize("old", [("--train-layout", "tp2ep2"), ("--rollout-tp", "2"), ("--rollout-dp=2",)])
-def test_an_option_of_before_is_refused_with_the_new_words(old):
-    error = CliRunner().invoke(app, ["smoke", *old]).exception
-    assert isinstance(error, ConfigError)  # exit code 2
-    assert old[0].partition("=")[0] in str(error) and "layout=NAME" in str(error) and "rollout=tp2" in str(error)
 
 
 def test_options_reach_the_config(tmp_path):

@@ -12,13 +12,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.plan.plan import run_commands
 from verl_patches.run.environment import REPOSITORY, environment_variables
 from verl_patches.spec import Trees
-from verl_patches.upstream.checkouts import (
-    compare_verl_version,
-    find_trees,
-    require_trees,
-    require_verl_version,
-    verl_config_dir,
-)
+from verl_patches.upstream.checkouts import compare_verl_version, find_trees, require_trees, verl_config_dir
 
 TINY, LARGE = "deepseekv3_tiny_cpu", "deepseekv3_256die_true_weight"
 PACKAGES = {"verl": "verl", "Megatron-LM": "megatron", "MindSpeed": "mindspeed", "MindSpeed-LLM": "mindspeed_llm"}
@@ -81,6 +75,5 @@ def test_the_verl_of_a_line_is_known_by_its_version(tmp_path):
     for name in ("version/version", "trainer/config/ppo_megatron_trainer.yaml"):
         (tmp_path / "verl" / name).parent.mkdir(parents=True)
         (tmp_path / "verl" / name).write_text("0.3.1.dev\n")
-    require_verl_version("a3", Trees(verl=tmp_path))
-    with pytest.raises(ConfigError, match="pypi pins 0"):
-        require_verl_version("pypi", Trees(verl=tmp_path))
+    assert compare_verl_version("a3", Trees(verl=tmp_path))[0]
+    assert "pypi pins 0" in compare_verl_version("pypi", Trees(verl=tmp_path))[1]

@@ -29,7 +29,6 @@ from verl_patches.weights.source import open_source
 
 DOWN, NORM = (f"model.layers.1.{name}.weight" for name in ("mlp.experts.3.down_proj", "input_layernorm"))
 HEAD, SCALES = "lm_head.weight", f"{DOWN}_scale_inv"
-LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345678\n"
 
 
 def is_incomplete(folder):
@@ -170,11 +169,6 @@ def edit_config(folder, **values):
     (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | values))
 
 
-def link_to_nothing(path):
-    path.unlink()
-    path.symlink_to("../../blobs/0123")
-
-
 def resize(name, size):
     """Return a change of the size of a file."""
     return lambda folder: os.truncate(folder / name, size)
@@ -203,14 +197,6 @@ FAULTS = {
     "truncated": (resize("model-2.safetensors", 100_000), "model-2.safetensors is not a whole safetensors file"),
     "no index": (lambda f: (f / INDEX).unlink(), "or without it model.safetensors alone"),
     "another model": (lambda f: edit_config(f, model_type="llama"), "model_type is 'llama', expected 'deepseek_v3'"),
-    "LFS pointer": (
-        lambda f: (f / "model-2.safetensors").write_bytes(LFS_POINTER),
-        "model-2.safetensors is a Git LFS pointer",
-    ),
-    "link to nothing": (
-        lambda f: link_to_nothing(f / "model-2.safetensors"),
-        "model-2.safetensors is a link to .*/blobs/0123",
-    ),
     "web page": (lambda f: (f / "tokenizer.json").write_bytes(b"<!doctype html>"), "tokenizer.json is a web page"),
     "gptq": (lambda f: edit_config(f, quantization_config={"quant_method": "gptq"}), "only DeepSeek's FP8"),
 }

@@ -7,14 +7,14 @@ import torch
 
 from tests.weights.cases import QUANTIZED, make_folder, make_fp8_folder, random_case, run
 from verl_patches.layout.inventory import build_inventory
-from verl_patches.layout.model_folder import QUANTIZATION
+from verl_patches.layout.model_folder import QUANTIZATION, SCALE_SUFFIX
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.layout.sharding import AXES
 from verl_patches.model.tiny import tiny_config
 from verl_patches.reshard.region import Region
 from verl_patches.weights import reader as regions
 from verl_patches.weights.reader import WeightReader
-from verl_patches.weights.source import FP8_KINDS, open_source, scale_name, scale_shape
+from verl_patches.weights.source import FP8_KINDS, open_source, scale_shape
 
 # odd sizes: regions start inside a block, blocks at the edges are smaller
 SMALL = {"num_hidden_layers": 2, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
@@ -92,7 +92,8 @@ def test_memory_does_not_grow_with_the_folder(tmp_path, run_ranks):
         stored[parameter.name] = torch.zeros(parameter.shape, dtype=torch.bfloat16)
         if parameter.kind in FP8_KINDS:
             stored[parameter.name] = stored[parameter.name].to(torch.float8_e4m3fn)
-            stored[scale_name(parameter.name)] = torch.ones(scale_shape(parameter.shape, (128, 128)))
+            scale = parameter.name.removesuffix("weight") + SCALE_SUFFIX
+            stored[scale] = torch.ones(scale_shape(parameter.shape, (128, 128)))
     make_folder(tmp_path / "fp8", config, files=3, tensors=stored)
     size = sum(path.stat().st_size for path in (tmp_path / "fp8").glob("*.safetensors"))
     job = "tests.weights.load_job:peak_job", tmp_path / "fp8"

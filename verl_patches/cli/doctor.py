@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from verl_patches.catalog import platform_rows
-from verl_patches.cli.output import Json, print_json, print_report, print_text
+from verl_patches.cli.output import Json, exit_with_report, print_json, print_report, print_text
 from verl_patches.cli.run import CONFIG_HELP, Overrides, Upstream, compose_run, start_run
 from verl_patches.errors import ConfigError
 from verl_patches.launch import smoke
@@ -55,11 +55,7 @@ def doctor_command(
     else:
         options = [] if upstream is None else ["--upstream", str(upstream.absolute())]
         report = doctor.check_all_nodes(node, [*words, *options])
-    if as_json:
-        print_json(report.as_dict())
-    else:
-        print_report(report)
-    raise typer.Exit(report.exit_code)
+    exit_with_report(report, as_json)
 
 
 def bringup_command(
@@ -76,14 +72,12 @@ def bringup_command(
     Each rung says what it proves. The report is <output_root>/<run>_bringup/bringup.md, with bringup.json beside it.
     """
     words, trees = overrides or [], find_trees(upstream)
-    for rung in (first, last):
-        if rung not in (*RUNGS, None):
-            raise ConfigError(f"{rung}: expected a rung, one of {', '.join(RUNGS)}")
+    chosen = [("--from", first or last, [*RUNGS]), ("--to", last, [*RUNGS])]
+    for option, name, known in [*chosen, *(("--level", level, [*LEVELS]) for level in levels or ())]:
+        if name not in known:
+            raise ConfigError(f"{option} {name}: expected one of {', '.join(known)}")
     if first and [*RUNGS].index(first) > [*RUNGS].index(last):
         raise ConfigError(f"--from {first} --to {last}: expected rungs in the order {', '.join(RUNGS)}")
-    for level in levels or ():
-        if level not in LEVELS:
-            raise ConfigError(f"--level {level}: expected one of {', '.join(LEVELS)}")
     if given := [word for word in words if word.startswith("level=")]:
         raise ConfigError(f"{given[0]}: rung levels trains at all levels; give --level to choose some")
     composed = _smoke_words(words, as_json) if config_name == smoke.CONFIG_NAME else words

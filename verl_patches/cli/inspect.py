@@ -161,12 +161,9 @@ def compare_command(
     checks = compare.limit_checks(errors, limits)
     ok = all(check.ok for check in checks)
     if as_json:
-        result: dict[str, Any] = {
-            name: {"name": of.name, "kind": of.kind} for name, of in (("a", curves_a), ("b", curves_b))
-        }
+        sources = {"a": curves_a, "b": curves_b}.items()
+        result: dict[str, Any] = {name: {"name": of.name, "kind": of.kind} for name, of in sources}
         result |= {"rule": compare.RULE, "limits": limits}
-        for name, of in (("a", curves_a), ("b", curves_b)):
-            result[name] = {"name": of.name, "kind": of.kind}
         result["errors"] = [error.as_dict() for error in errors]
         print_json({**result, "checks": [vars(check) for check in checks], "ok": ok})
     else:

@@ -49,7 +49,7 @@ from verl_patches.run.resolve import LayoutError
 from verl_patches.spec import RunSpec, Trees
 from verl_patches.step.replay.recording import recorded_lengths
 from verl_patches.trainer.record import STEP_PREFIX
-from verl_patches.upstream.checkouts import find_trees, require_trees, require_verl_version
+from verl_patches.upstream.checkouts import find_trees, require_trees
 from verl_patches.upstream.modified import refuse_modified
 from verl_patches.values import printable
 from verl_patches.weights.run_folders import checkpoint_chain, find_start, require_start
@@ -81,20 +81,6 @@ WHOLE_HELP = "Print every check, row, variable and command too."
 Whole = Annotated[bool, typer.Option("--all", help=WHOLE_HELP)]
 
 
-def _refuse_old_layout(value: str | None) -> None:
-    """Raise ConfigError with the words that replace --train-layout, --rollout-tp and --rollout-dp."""
-    if value is not None:
-        raise ConfigError(
-            "--train-layout, --rollout-tp and --rollout-dp are Hydra groups now: write layout=NAME for --train-layout "
-            "NAME, and rollout=tp2, rollout=dp2 or rollout=tp2dp2 for the others"
-        )
-
-
-OldLayout = Annotated[
-    str | None, typer.Option("--train-layout", "--rollout-tp", "--rollout-dp", hidden=True, callback=_refuse_old_layout)
-]
-
-
 def _run_or_path(path: Path | None) -> Path | None:
     """Return the value of --replay-rollout: a path, or the folder of a run that it names."""
     places = [] if path is None else [path, output_root() / path]
@@ -116,7 +102,6 @@ def smoke_command(
     upstream: Upstream = None,
     wide: Wide = False,
     as_json: Json = False,
-    old_layout: OldLayout = None,
 ) -> None:
     """Run GRPO of a tiny DeepSeek-V3 with verl, Megatron, vLLM and Ray on this machine's CPU.
 
@@ -130,7 +115,6 @@ def smoke_command(
     spec = compose_run(options.config_name, all_overrides, find_trees(upstream))
     spec = replace(spec, given_keys=frozenset(override_keys(overrides)))  # model and data are made below
     off = _require_startable(spec)
-    require_verl_version(spec.line, spec.trees)
     dirty = refuse_modified(spec)
     ray_cluster.require_nodes(spec)
     require_checks(disk_checks(spec, starts=True))
@@ -172,7 +156,6 @@ def start_run(
     off = _require_startable(run)
     run_folder.require_lasting_folders(run)
     require_platform(run.platform, f"add --dry-run to look at the run here; on a CPU run {our_command('smoke.sh')}")
-    require_verl_version(run.line, run.trees)
     dirty = refuse_modified(run)
     ray_cluster.require_nodes(run)
     require_checks([*_file_checks(run), *disk_checks(run, starts=True)])

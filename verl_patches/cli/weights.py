@@ -13,7 +13,6 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.run.compose import output_root
 from verl_patches.weights.manifest import (
-    CHECKPOINT_NAME,
     CRITIC,
     MANIFEST,
     TRACKER,
@@ -25,7 +24,7 @@ from verl_patches.weights.manifest import (
 from verl_patches.weights.megatron import crc_problems
 from verl_patches.weights.plan import plan_conversion
 from verl_patches.weights.run_folders import checkpoint_chain, find_start, require_start
-from verl_patches.weights.source import INDEX, Source, open_source
+from verl_patches.weights.source import INDEX, open_source
 
 GB = 1e9
 LAYOUT_HELP = 'Write Megatron\'s checkpoint for this layout, such as "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7".'
@@ -84,22 +83,12 @@ def export_command(
 ) -> None:
     """Write the weights of a checkpoint or of a Megatron folder as a HF folder, as `convert --hf` does."""
     if not has_manifest(source) and not (source / TRACKER).is_file():
-        source = _newest_checkpoint(source)
+        other = ", or a checkpoint (global_step_N) with manifest.json, or a Megatron folder"
+        run = find_start(source, output_root(), other)
+        if (newest := checkpoint_chain(require_start(run)).newest()) is None:
+            raise ConfigError(f"{run}: expected a complete checkpoint, found none, also of earlier starts")
+        source = newest
     convert_command(source, destination, hf=True, processes=processes, as_json=as_json)
-
-
-def _newest_checkpoint(path: Path) -> Path:
-    """Return the newest checkpoint of a run or of a start; raise ConfigError for anything else."""
-    if CHECKPOINT_NAME.fullmatch(path.name):
-        raise ConfigError(f"weights export: {path}: expected a complete checkpoint, found no {MANIFEST}; give another")
-    run = find_start(path, output_root(), ", or a checkpoint (global_step_N) with manifest.json, or a Megatron folder")
-    if (newest := checkpoint_chain(require_start(run)).newest()) is None:
-        raise ConfigError(f"weights export: {run}: expected a complete checkpoint, found none, also of earlier starts")
-    return newest
-
-
-def _source_dtypes(source: Source) -> str:
-    return "/".join(sorted({tensor.dtype for tensor in source.tensors.values()}))
 
 
 @app.command("verify")
@@ -141,7 +130,8 @@ def verify_command(folder: Folder, as_json: Json = False) -> None:
         try:
             for each in opened:
                 source = open_source(each)
-                contents.append(f"{source.kind}, {len(source.tensors)} tensors in {_source_dtypes(source)}")
+                dtypes = sorted({tensor.dtype for tensor in source.tensors.values()})
+                contents.append(f"{source.kind}, {len(source.tensors)} tensors in {'/'.join(dtypes)}")
         except ConfigError as error:
             problems = [str(error)]
     seconds = round(time.perf_counter() - start, 1)

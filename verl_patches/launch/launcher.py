@@ -251,14 +251,10 @@ class _LineReader:
 @contextmanager
 def short_temp_dir() -> Iterator[Path]:
     """Yield a folder for a run's sockets and temporary files; a socket's path may have 107 bytes."""
-    with tempfile.TemporaryDirectory("", _TEMP_PREFIX, _short_parent_folder(), ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
-
-
-def _short_parent_folder() -> str:
-    """Return the folder for temporary files, or /tmp where its path leaves no room for Ray's sockets."""
     longest = len(os.fsencode(tempfile.gettempdir())) + len(f"/{_TEMP_PREFIX}xxxxxxxx") + len(_RAY_SOCKET)
-    return tempfile.gettempdir() if longest <= SOCKET_PATH_BYTES else "/tmp"
+    parent = None if longest <= SOCKET_PATH_BYTES else "/tmp"  # None: that of temporary files
+    with tempfile.TemporaryDirectory("", _TEMP_PREFIX, parent, ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 def _summary_head(run: RunSpec) -> dict[str, Any]:
@@ -331,7 +327,7 @@ def _draw_figures(folder: Path) -> None:
         summary = read_summary(folder)
         if summary["steps"]:
             save_figure(run_figure(summary), folder / "training.png")
-        if any(step.get("memory") for step in summary["steps"]):
+        if any((step.get("memory") or {}).get("phases") for step in summary["steps"]):
             save_figure(memory_figure(summary), folder / "memory.png")
     except ConfigError as error:
         Progress(folder).say(f"| training.png or memory.png was not drawn: {error}")

@@ -96,19 +96,15 @@ class SmokeOptions:
             parts.append("npu_emulated" if self.emulate_npu else self.line)
         return "-".join(parts)
 
-    def check(self) -> None:
-        """Raise ConfigError for a layout that the line lacks, and for options that do not go together."""
-        check_choice("layout", self.chosen_name("layout"), CONFIGS_DIR / "layout" / self.line)
-        if self.emulate_npu and self.line != "a3":
-            raise ConfigError(f"--emulate-npu with --line {self.line}: expected --line a3, the only line for NPUs")
-
 
 def smoke_overrides(options: SmokeOptions, inputs: Sequence[str] = ()) -> list[str]:
     """Return all Hydra overrides of a smoke: those of its options, of model and data (`Inputs`), then the user's.
 
     layout=NAME becomes layout=LINE/NAME. Raise ConfigError for a wrong combination.
     """
-    options.check()
+    check_choice("layout", options.chosen_name("layout"), CONFIGS_DIR / "layout" / options.line)
+    if options.emulate_npu and options.line != "a3":
+        raise ConfigError(f"--emulate-npu with --line {options.line}: expected --line a3, the only line for NPUs")
     seeded = "actor_rollout_ref.actor.megatron", "data", "actor_rollout_ref.rollout"
     overrides = [
         f"recipe.run={_quoted(options.run_name)}",

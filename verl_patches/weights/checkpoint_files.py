@@ -40,6 +40,7 @@ import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -221,8 +222,9 @@ class TrainState:
         held = [tensor.region.name for tensor in self.tensors.values()]
         written = written_weights(held, self._uncut_names, self.inventory, self.layout, self.rank)
         found = [self._weight_piece(self.tensors[name]) for name in written]
+        skipped = set() if self.layout.coordinates(self.rank).tp == 0 else self._uncut_names
         for shard in optimizer_shards(self.optimizer):
-            found += [piece for piece in self.shard_pieces(shard) if self._writes_states(piece.entry.region.name)]
+            found += [piece for piece in self.shard_pieces(shard) if piece.entry.region.name not in skipped]
         return found
 
     def weight_pieces(self) -> list[StoredTensor]:
@@ -255,9 +257,6 @@ class TrainState:
         entry = TensorEntry(key, DTYPE_NAMES[view.dtype], shape, held.region, held.shape)
         return StoredTensor(entry, base, (Place(shape, view.stride(), view.storage_offset()),))
 
-    def _writes_states(self, name: str) -> bool:
-        return name not in self._uncut_names or self.layout.coordinates(self.rank).tp == 0
-
 
 def _meta_tensors(native: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in native.items()}
@@ -275,7 +274,8 @@ def written_weights(
         shared.setdefault(_cut_axes(parameter, uncut), []).append(parameter)
     found = []
     for axes, parameters in shared.items():
-        replicas = [r for r in range(layout.world_size) if _same_coordinates(layout.coordinates(r), at, axes)]
+        place = attrgetter(*axes)
+        replicas = [r for r in range(layout.world_size) if place(layout.coordinates(r)) == place(at)]
         ordered = sorted(parameters, key=lambda p: (-p.count, p.name))
         found += [each.name for each in ordered[replicas.index(rank) :: len(replicas)]]
     return found
@@ -286,10 +286,6 @@ def _cut_axes(parameter: Parameter, uncut: set[str]) -> tuple[str, ...]:
     if parameter.expert is not None:
         return "pp", "etp", "ep"
     return ("pp",) if parameter.name in uncut else ("pp", "tp")
-
-
-def _same_coordinates(one: Any, other: Any, axes: tuple[str, ...]) -> bool:
-    return all(getattr(one, axis) == getattr(other, axis) for axis in axes)
 
 
 # ---- files
@@ -333,7 +329,7 @@ def load_state(state: TrainState, reader: WeightReader) -> None:
     for piece in state.weight_pieces():
         reader.copy(piece.entry.region, piece.places[0].tensor_view(piece.base))
     for shard in optimizer_shards(state.optimizer):
-        if reader.has_states(MOMENTS[0]):
+        if any(role == MOMENTS[0] for role, _ in reader.source.states):
             shard = _with_moments(shard)
         for piece in state.shard_pieces(shard):
             elements, at = reader.read_state(piece.entry), 0

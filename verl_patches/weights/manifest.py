@@ -271,11 +271,6 @@ def holds_critic_alone(manifest: Manifest) -> bool:
     return CRITIC in manifest.facts and WEIGHT_ROLE not in roles
 
 
-def recorded_files(folder: Path) -> list[str]:
-    """Return the names of the files that have an entry in a folder that is being written."""
-    return sorted(path.name.removesuffix(".json") for path in (folder / ENTRIES_FOLDER).glob("*.json"))
-
-
 def read_record(folder: Path, name: str) -> FileEntry:
     """Return the entry of file `name` in a folder that is being written."""
     return _parse_file(read_json_object(folder / ENTRIES_FOLDER / f"{name}.json"))

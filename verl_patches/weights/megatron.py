@@ -203,16 +203,8 @@ def _check_tensor(path: Path, name: str, tensor: SavedTensor, records: Mapping[s
 # ---- a folder
 
 
-class Checkpoint(NamedTuple):
-    """Hold the contents of a Megatron folder; `left_out`: names of MTP's parameters."""
-
-    layout: ParallelLayout
-    parts: list[TensorPart]
-    left_out: tuple[str, ...]
-
-
-def read_folder(folder: Path, inventory: Inventory) -> Checkpoint:
-    """Return which file of a folder holds which part of which HF tensor, by reading the heads of all its files.
+def read_folder(folder: Path, inventory: Inventory) -> tuple[list[TensorPart], tuple[str, ...]]:
+    """Return (the parts of HF tensors in a folder, by reading the heads of all its files, names of MTP's parameters).
 
     Raises ConfigError as open_source does.
     """
@@ -246,7 +238,7 @@ def read_folder(folder: Path, inventory: Inventory) -> Checkpoint:
                 saved = chunks[held.chunk][held.parameter]
                 where = f"{place.name}/{name}", files[name].records[saved.record]
                 found[held.region] = TensorPart(_stored_part(*where, saved, held), saved.dtype, held.shape)
-    return Checkpoint(layout, list(found.values()), tuple(sorted(left_out)))
+    return list(found.values()), tuple(sorted(left_out))
 
 
 def _iteration_folder(folder: Path) -> Path:
@@ -266,16 +258,12 @@ def _model_tensors(chunk: Mapping[str, SavedTensor], left_out: set[str]) -> dict
     chunk = {name: tensor for name, tensor in chunk.items() if name not in left_out}
     if _MTP_NORM in chunk:
         chunk[f"decoder.{_MTP_NORM}"] = chunk.pop(_MTP_NORM)
-    numbers = {number: place for place, number in enumerate(_layer_numbers(chunk))}
+    layers = {int(match[1]) for name in chunk if (match := re.match(r"decoder\.layers\.(\d+)\.", name))}
+    numbers = {number: place for place, number in enumerate(sorted(layers))}
     return {
         re.sub(r"(?<=^decoder\.layers\.)\d+", lambda match: str(numbers[int(match[0])]), name): tensor
         for name, tensor in chunk.items()
     }
-
-
-def _layer_numbers(chunk: Mapping[str, Any]) -> list[int]:
-    found = (re.match(r"decoder\.layers\.(\d+)\.", name) for name in chunk)
-    return sorted({int(match[1]) for match in found if match})
 
 
 def _meta_tensor(name: str, saved: SavedTensor, inventory: Inventory, library: str) -> Any:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 
@@ -93,10 +93,15 @@ def plan_conversion(
     inventory = source.inventory
     if model != inventory.model:
         inventory = build_inventory(model, value="value_head" in {p.kind for p in inventory.outer})
-    library, texts = LIBRARY_BY_LINE[line], {"config.json": json.dumps(_written_config(source, dtype), indent=2) + "\n"}
+    config = without_fp8_and_mtp(source.config)  # as MTP layers are left out
+    if dtype != "keep":
+        config["torch_dtype"] = "bfloat16"
+    library, texts = LIBRARY_BY_LINE[line], {"config.json": json.dumps(config, indent=2) + "\n"}
     if layout is None:
         files = tuple(_hf_files(source, dtype, file_bytes))
-        texts[INDEX] = _index_text(files)
+        total = sum(tensor.size_bytes for file in files for tensor in file.tensors)
+        weight_map = {tensor.key: file.name for file in files for tensor in file.tensors}
+        texts[INDEX] = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1) + "\n"
     else:
         files = tuple(_megatron_files(inventory, layout, library))
         texts[LAYOUT_FILE] = f"{layout}\n"
@@ -144,20 +149,6 @@ def _megatron_files(inventory: Inventory, layout: ParallelLayout, library: str) 
     for name, rank in ranks_by_file(layout, library).items():
         size = local_parameters(inventory, layout, rank, library).size_bytes()
         yield OutFile(f"{ITERATION_FOLDER}/{name}", size, rank=rank)
-
-
-def _written_config(source: Source, dtype: str) -> dict[str, Any]:
-    """Return config.json of the written folder, without FP8 and without MTP layers, which are left out."""
-    config = without_fp8_and_mtp(source.config)
-    if dtype != "keep":
-        config["torch_dtype"] = "bfloat16"
-    return config
-
-
-def _index_text(files: Sequence[OutFile]) -> str:
-    total = sum(tensor.size_bytes for file in files for tensor in file.tensors)
-    weight_map = {tensor.key: file.name for file in files for tensor in file.tensors}
-    return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1) + "\n"
 
 
 def process_count(plan: ConversionPlan) -> int:

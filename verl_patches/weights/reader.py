@@ -30,9 +30,7 @@ BAND_BYTES = 4 << 20  # bytes of stored values that are read at once
 _LEAST_ROW_BYTES = 1024  # where the wanted columns have fewer bytes in each row, whole rows are read
 _READ_BYTES = 64 << 20  # most bytes of one read, after which `progress` is called
 _CACHED_REGIONS = 4  # number of regions of states that are cached for the next reads
-COPY_ADVICE = (
-    "the file is damaged: copy it again, or take an older checkpoint; `weights verify FOLDER` lists every fault"
-)
+COPY_ADVICE = "the folder is damaged: copy it again, or take an older checkpoint; `weights verify` lists every fault"
 TORCH_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -242,16 +240,10 @@ class WeightReader:
         """Raise RecipeError unless the bytes of `what` have the manifest's digest; None means not read whole."""
         found = None if digest is None else digest.hexdigest()[:DIGEST_DIGITS]
         if found not in (None, expected):
-            raise RecipeError(
-                f"{self.source.folder / file}: {what}: expected sha256 {expected} ({MANIFEST}), found {found}; "
-                f"{COPY_ADVICE}"
-            )
+            text = f"{self.source.folder / file}: {what}: expected sha256 {expected} ({MANIFEST}), found {found}"
+            raise RecipeError(f"{text}; {COPY_ADVICE}")
 
     # ---- states of an optimizer
-
-    def has_states(self, role: str) -> bool:
-        """Return whether there are states of this role."""
-        return any(held == role for held, _ in self.source.states)
 
     def read_state(self, wanted: TensorEntry) -> torch.Tensor:
         """Return the elements [n] of a flat range, from ranges of the same region or of all regions that overlap it."""
@@ -292,10 +284,8 @@ class WeightReader:
             out[_relative_slice(shared[0], wanted[0]), _relative_slice(shared[1], wanted[1])] = part
             left -= part.numel()
         if left:
-            raise ConfigError(
-                f"{self.source.folder}: {role} of {region}: {left} elements are in no file: the folder is incomplete; "
-                "copy it again, or take an older checkpoint; `weights verify FOLDER` lists every fault"
-            )
+            place = f"{self.source.folder}: {role} of {region}"
+            raise ConfigError(f"{place}: {left} elements are in no file; {COPY_ADVICE}")
         return out.view(region.shape_in(whole))
 
     def _elements(self, states: list[StoredState], start: int, stop: int) -> torch.Tensor:
@@ -310,12 +300,8 @@ class WeightReader:
                 pieces.append(self._read_range(stored, low - first, high - first))
                 reached = high
         if reached < stop:
-            entry = states[0].entry
-            raise ConfigError(
-                f"{self.source.folder}: {entry.role} of {entry.region}: elements from {reached} are in no file: "
-                "the folder is incomplete; copy it again, or take an older checkpoint; `weights verify FOLDER` lists "
-                "every fault"
-            )
+            place = f"{self.source.folder}: {states[0].entry.role} of {states[0].entry.region}"
+            raise ConfigError(f"{place}: elements from {reached} are in no file; {COPY_ADVICE}")
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _read_range(self, stored: StoredState, start: int, stop: int) -> torch.Tensor:

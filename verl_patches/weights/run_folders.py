@@ -32,6 +32,7 @@ from typing import Any
 
 from verl_patches.errors import ConfigError
 from verl_patches.shared_files import replacing, write_whole
+from verl_patches.values import loading_errors
 from verl_patches.weights.manifest import (
     CHECKPOINT_NAME,
     CRITIC,
@@ -44,8 +45,6 @@ from verl_patches.weights.manifest import (
 
 START_FILE, LATEST_LINK, CHECKPOINTS = "start.json", "latest", "checkpoints"
 _START_NUMBER = re.compile(r"[0-9]{4,9}")
-RESUME_PATH_MISSING = "trainer.resume_mode=resume_path needs trainer.resume_from_path=FOLDER/global_step_N"
-OTHER_DATA_KEY = "recipe.resume_other_data"
 _BLOCK_BYTES = 4 << 20
 
 
@@ -175,7 +174,7 @@ def find_start(given: Path, root: Path, or_else: str = "") -> Path:
     given: a run, as NAME below `root` or the path of its folder, or a start, as NAME/0001 or a path. Raises ConfigError
     for anything else; or_else: what else the caller accepts, for the error.
     """
-    try:
+    with loading_errors(f"{given}: expected a readable folder of a run"):
         for place in (given, root / given):
             if (place / START_FILE).is_file():
                 return place.resolve() if place.is_symlink() else place
@@ -186,10 +185,6 @@ def find_start(given: Path, root: Path, or_else: str = "") -> Path:
             found = "a file"
         runs = sorted({path.parents[1].name for path in root.glob(f"*/[0-9]*/{START_FILE}")})
         known = ", ".join(runs[:9]) + (", ..." if runs[9:] else "")
-    except ConfigError:
-        raise
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{given}: expected a readable folder of a run, found {error}; give another one") from None
     raise ConfigError(
         f"{given}: expected the folder of a run, with starts 0001, 0002, ..., or of one start{or_else}, found {found}; "
         f"give a path, or a name in {root}: {known or 'there is none yet'}"
@@ -205,18 +200,11 @@ def _start_folders(home: Path) -> list[Path]:
 # ---- checkpoints
 
 
-def checkpoint_step(path: Path) -> int:
-    """Return the step in the name of a checkpoint's folder."""
-    saved = CHECKPOINT_NAME.fullmatch(path.name)
-    assert saved is not None, path
-    return int(saved[1])
-
-
 def checkpoint_folders(folder: Path) -> Iterator[tuple[int, Path]]:
     """Yield (step, path) of all folders global_step_N in `folder`, complete or not."""
     for path in folder.iterdir() if folder.is_dir() else ():
-        if CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir():
-            yield checkpoint_step(path), path
+        if (saved := CHECKPOINT_NAME.fullmatch(path.name)) and path.is_dir():
+            yield int(saved[1]), path
 
 
 def complete_checkpoints(folder: Path) -> Iterator[tuple[int, Path]]:
@@ -260,12 +248,12 @@ class CheckpointChain:
         return path
 
     def fallback_text(self, path: Path) -> str:
-        """Return a text that names the next older whole checkpoint to continue from if `path` cannot be used."""
-        for step, older in sorted(self.checkpoints().items(), reverse=True):
-            if step < checkpoint_step(path):
-                with suppress(ConfigError):
-                    require_whole_checkpoint(older)
-                    return f"  To continue from the newest undamaged checkpoint: {resume_overrides(older)}"
+        """Return a text that names the whole checkpoint before `path` to continue from if that cannot be used."""
+        found = [*self.checkpoints().values()]
+        for older in reversed(found[: found.index(path)]):
+            with suppress(ConfigError):
+                require_whole_checkpoint(older)
+                return f"  To continue from the newest undamaged checkpoint: {resume_overrides(older)}"
         return "  This run has no undamaged older checkpoint; to begin at step 1: trainer.resume_mode=disable"
 
     def remove_oldest(self, keep: int | None, written: Path) -> None:
@@ -331,7 +319,7 @@ def path_to_resume(resume_mode: str, resume_from_path: Any) -> Path | None:
     if resume_mode != "resume_path":
         return None
     if not resume_from_path or not isinstance(resume_from_path, str):
-        raise ConfigError(RESUME_PATH_MISSING)
+        raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path=FOLDER/global_step_N")
     path = Path(resume_from_path).absolute()
     start = path.parents[1]
     if start.is_symlink():  # NAME/latest, which the resuming start will change
@@ -391,5 +379,5 @@ def require_same_data(folder: Path, manifest: Manifest, now: Mapping[str, Any], 
     saved, own = (f"{each['rows']} rows in {', '.join(each['files'])}" for each in (before, now))
     raise ConfigError(
         f"{folder}: was saved with {saved}; this run has {own} (data.train_files) with another sha256, so the saved "
-        f"position in the data does not fit. Give the same files, or {OTHER_DATA_KEY}=true to continue anyway"
+        f"position in the data does not fit. Give the same files, or recipe.resume_other_data=true to continue anyway"
     )

@@ -88,7 +88,7 @@ class Source:
 
     `kind`: "hf", "megatron" or "checkpoint". `config`: read_stored_config's. `block`: the FP8 block, None without FP8.
     `left_out`: names of tensors beyond the counted layers, and of rotary frequencies. `files`: the manifest's.
-    `layout`: text of the layout of a Megatron folder. `states`: those of the optimizer, by role and HF name.
+    `states`: those of the optimizer, by role and HF name.
     """
 
     folder: Path
@@ -99,7 +99,6 @@ class Source:
     block: tuple[int, int] | None
     left_out: tuple[str, ...]
     files: tuple[FileEntry, ...] = ()
-    layout: str | None = None
     states: dict[tuple[str, str], list[StoredState]] = field(default_factory=dict)
 
     def identity(self) -> list[Any]:
@@ -112,11 +111,6 @@ class Source:
 def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, int]:
     """Return the shape of the block scales of a weight of `shape`."""
     return -(-shape[0] // block[0]), -(-shape[1] // block[1])
-
-
-def scale_name(name: str) -> str:
-    """Return the name of the block scales of the weight `name`."""
-    return name.removesuffix("weight") + SCALE_SUFFIX
 
 
 def open_source(folder: str | Path) -> Source:
@@ -143,12 +137,10 @@ def open_source(folder: str | Path) -> Source:
         require_whole_folder(folder)
     model = read_model_shape(read_config(folder))
     config, inventory = read_stored_config(folder), build_inventory(model)
-    kind, layout = "hf", None
-    left_out: tuple[str, ...] = ()
+    kind, left_out = "hf", tuple[str, ...]()
     states: dict[tuple[str, str], list[StoredState]] = {}
     if is_megatron:
-        found = read_folder(folder, inventory)
-        kind, stored, layout, left_out = "megatron", found.parts, str(found.layout), found.left_out
+        kind, (stored, left_out) = "megatron", read_folder(folder, inventory)
     elif manifest:
         if unlike := size_differences(model, manifest.model):
             raise ConfigError(f"{folder}: config.json and {MANIFEST} differ: {unlike}; copy both again")
@@ -170,7 +162,7 @@ def open_source(folder: str | Path) -> Source:
     if not any(tensor.dtype == FP8 for tensor in tensors.values()):
         block = None
     files, left_out = manifest.files if manifest else (), (*left_out, *beyond)
-    return Source(folder, kind, config, inventory, tensors, block, left_out, files, layout, states)
+    return Source(folder, kind, config, inventory, tensors, block, left_out, files, states)
 
 
 def _source_tensors(
@@ -184,7 +176,7 @@ def _source_tensors(
         dtypes = (FP8, *FLOAT_DTYPES) if parameter.kind in FP8_KINDS else FLOAT_DTYPES
         tensor = _source_tensor(folder, parameter.name, parameter.shape, dtypes, stored[parameter.name])
         if tensor.dtype == FP8:
-            name = scale_name(parameter.name)
+            name = parameter.name.removesuffix("weight") + SCALE_SUFFIX
             if block is None or name not in scales:
                 found = "no scales" if block else "no such key"
                 raise ConfigError(

@@ -25,7 +25,6 @@ from verl_patches.weights.manifest import (
     build_header,
     file_fields,
     read_record,
-    recorded_files,
     to_json,
 )
 
@@ -134,7 +133,7 @@ def _record_file(folder: str | Path, entry: FileEntry) -> FileEntry:
 
 def complete_folder(folder: Path, manifest: Manifest) -> Manifest | None:
     """Write `manifest` with the entries of its files into `folder` and return it, or None while entries are missing."""
-    if set(manifest.file_names) - set(recorded_files(folder)):
+    if {*manifest.file_names} - {path.stem for path in (folder / ENTRIES_FOLDER).glob("*.json")}:
         return None
     manifest = replace(manifest, files=tuple(read_record(folder, name) for name in manifest.file_names))
     sync(folder)  # makes the names of all files durable before the manifest that needs them

@@ -96,13 +96,9 @@ class Climbed(Bringup):
 
     bad, made = (), ()
 
-    @property
-    def methods(self):
-        def rung(name):
-            self.made = (*self.made, name)
-            return self._rung(name, ["broken"] if name in self.bad else [], "fine")
-
-        return {name: functools.partial(rung, name) for name in RUNGS}
+    def make(self, name):
+        self.made = (*self.made, name)
+        return self._rung(name, ["broken"] if name in self.bad else [], "fine")
 
 
 def climb(folder, first=None, last="measured", bad=(), words=()):
@@ -111,6 +107,8 @@ def climb(folder, first=None, last="measured", bad=(), words=()):
         [CONFIG, *words], [], lambda more: composed(CONFIG, [*words, *more]), None, None, lambda text: None
     )
     bringup.bad = bad
+    for name in RUNGS:
+        setattr(bringup, f"_{name}", functools.partial(bringup.make, name))
     return bringup.climb(first, last), bringup
 
 

@@ -140,8 +140,6 @@ def test_the_command_says_what_it_read_and_fails_beyond_a_limit(call, sources):
     assert {e["metric"]: e["names"] for e in found["errors"]}["reward"] == ["critic/score/mean"] * 2
 
 
-@pytest.mark.parametrize("options", [["{near}", "--limit", "reward=nan"], ["{gone}"]])
-def test_wrong_use_is_one_sentence(call, sources, options):
-    names = {"near": sources / "near.log", "gone": sources / "gone"}
-    code, out, err = call(["compare", str(sources / "run"), *(option.format(**names) for option in options)])
+def test_wrong_use_is_one_sentence(call, sources):
+    code, out, err = call(["compare", str(sources / "run"), str(sources / "near.log"), "--limit", "reward=nan"])
     assert code == 2 and err.startswith("verl_patches: ") and err.count("\n") == 1 and "\x1b" not in err and not out

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from verl_patches.errors import ConfigError
-from verl_patches.memory.schedule import MEMORY_GROUPS
-from verl_patches.run.record.plots import GROUP_COLOURS, memory_figure, run_figure, save_figure
+from verl_patches.run.record.plots import memory_figure, run_figure, save_figure
 
 MB = 10**6
 
@@ -112,12 +111,6 @@ def test_a_step_without_a_ledger_is_a_gap():
     _, tops, first, last = areas(left)["grads"]
     assert (tops[0], tops[2], first, last) == (2.0, 0.012, 28.5, 31.5) and math.isnan(tops[1])
     assert "step 29 " in right.get_title() and left.get_ylabel() == "GB"
-    (title,) = [text.get_text() for text in memory_figure({"run": "r", "steps": run["steps"][1:2]}).texts]
-    assert "no step" in title
-
-
-def test_a_group_has_a_colour_of_its_own():
-    assert GROUP_COLOURS.keys() == MEMORY_GROUPS.keys() and len(set(GROUP_COLOURS.values())) == len(MEMORY_GROUPS)
 
 
 def test_what_is_measured_on_the_device_is_a_line_and_rss_is_none():

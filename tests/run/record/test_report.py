@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from verl_patches.__main__ import app
-from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.errors import RecipeError
 from verl_patches.run.record.curves import read_curves
 from verl_patches.run.record.record import read_summary
 from verl_patches.run.record.report import figures, resumed_text, validations
@@ -105,16 +105,7 @@ def test_runs_are_shown_side_by_side(tmp_path):
     assert re.search(r"^step s +10 +5$", shown, re.MULTILINE) and "reshard s" not in shown
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "error", "words"),
-    [
-        (None, "", ConfigError, "a folder without them"),
-        ("progress.log", "| proven", RecipeError, "verl_patches status"),
-    ],
-)
-def test_a_folder_without_a_finished_step_is_refused(tmp_path, file, content, error, words):
-    (tmp_path / "r").mkdir()
-    if file is not None:
-        (tmp_path / "r" / take_start([tmp_path / "r"], None, None) / file).write_text(content)
+def test_a_folder_without_a_finished_step_is_refused(tmp_path):
+    take_start([tmp_path / "r"], None, None)
     done = CliRunner().invoke(app, ["report", str(tmp_path / "r")])
-    assert type(done.exception) is error and re.search(words, str(done.exception)), done.exception
+    assert type(done.exception) is RecipeError and "verl_patches status" in str(done.exception), done.exception

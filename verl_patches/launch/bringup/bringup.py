@@ -109,12 +109,6 @@ class Bringup:
         self.unanswered: list[str] = []  # probes that the workers did not live to answer
         self.rungs: dict[str, Rung] = {}
 
-    @property
-    def methods(self) -> dict[str, Callable[[], Rung]]:
-        """Return the method of each rung."""
-        first = {"machine": self._machine, "operators": self._operators, "groups": self._groups}
-        return {**first, "levels": self._levels, "resume": self._resume, "measured": self._measured}
-
     def climb(self, first: str | None, last: str) -> Report:
         """Make the rungs from `first`, or from the one that failed in the last call, to `last`; return the report.
 
@@ -131,7 +125,7 @@ class Bringup:
                 continue
             self.say(f"rung {name}: {RUNGS[name][0]}")
             began = time.monotonic()
-            rung = self.methods[name]()
+            rung: Rung = getattr(self, f"_{name}")()  # each has a method of its name
             rung.seconds = round(time.monotonic() - began, 1)
             self.rungs[name] = rung
             failed = name if rung.finding.state == "problem" else ""

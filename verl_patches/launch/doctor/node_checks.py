@@ -89,11 +89,6 @@ class Node:
         """Return the number of nodes of the run."""
         return self.run.verl.trainer.nnodes
 
-    @property
-    def dies(self) -> int:
-        """Return the number of dies of this node that the run takes."""
-        return self.run.verl.trainer.n_gpus_per_node
-
     @cached_property
     def npu_smi(self) -> str | Exception | None:
         """Return the output of `npu-smi info`, or the error that it ended with; None where it is not installed."""

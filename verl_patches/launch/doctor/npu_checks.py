@@ -37,8 +37,9 @@ def read_npu_smi(node: Node) -> NpuSmi:
 
 def _health(node: Node) -> Iterator[Result]:
     smi = read_npu_smi(node)
-    enough = len(smi.dies) >= node.dies
-    yield Result(enough, f"{len(smi.dies)} dies", f"at least {node.dies} (trainer.n_gpus_per_node)", name="dies")
+    wanted = node.run.verl.trainer.n_gpus_per_node
+    expected = f"at least {wanted} (trainer.n_gpus_per_node)"
+    yield Result(len(smi.dies) >= wanted, f"{len(smi.dies)} dies", expected, name="dies")
     for die in smi.dies:
         if die.health != HEALTH_OK:
             todo = f"npu-smi info -t health -i {die.card} -c {die.chip} prints the error code; leave the node out"
@@ -56,17 +57,14 @@ def _memory(node: Node) -> Iterator[Result]:
         found = f"process {process.pid} ({process.name}) holds {process.memory_mb} MB"
         name = f"card {process.card}, chip {process.chip}"
         yield Result(False, found, "no process", f"end it on the host: kill {process.pid}", name)
-    least = None
     expected = f"{need / 1e9:.1f} GB free (modelled peak)"
-    for die in smi.dies:
-        total, used = die.total_mb or 0, die.used_mb or 0
-        free = (total - used) * MIB
-        least = free if least is None else min(least, free)
-        if free < need:
-            found = f"{free / 1e9:.1f} GB free of {total * MIB / 1e9:.1f}"
+    free = {die: ((die.total_mb or 0) - (die.used_mb or 0)) * MIB for die in smi.dies}
+    for die, left in free.items():
+        if left < need:
+            found = f"{left / 1e9:.1f} GB free of {(die.total_mb or 0) * MIB / 1e9:.1f}"
             yield Result(False, found, expected, name=_die_name(die))
-    if least is not None and least >= need:
-        yield Result(True, f"at least {least / 1e9:.1f} GB free, no process", expected)
+    if free and min(free.values()) >= need:
+        yield Result(True, f"at least {min(free.values()) / 1e9:.1f} GB free, no process", expected)
 
 
 def _links(node: Node) -> Iterator[Result]:

@@ -13,7 +13,7 @@ import math
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from verl_patches.heartbeat.node import SeenProcess
 from verl_patches.launch.supervise.stall import (
     Bounds,
     LostNodeError,
-    Stall,
     StallError,
     find_stall,
     start_progress,
@@ -83,15 +82,16 @@ class Watcher:
             self._say(text)
         stall = find_stall(processes, self._bounds, self._world)
         if stall is not None:
-            self._report_stall(stall)
+            files = self._write_stacks([*stall.culprits, *stall.waiting])
+            text = stall.sentence + (f". Python stacks: {', '.join(files)}" if files else "")
+            self._record(stall.culprits, text, files)
+            raise StallError(text)
 
     def processes(self) -> list[SeenProcess]:
         """Return the ranks and the controller, as their nodes saw them last."""
-        seen_here = self._own_processes() + [seen for other in self._remote_nodes.values() for seen in other.seen]
+        seen_here = node.read_processes(self._heartbeat_folder, self._own_node)
+        seen_here += [seen for other in self._remote_nodes.values() for seen in other.seen]
         return sorted(seen_here, key=node.rank_order)
-
-    def _own_processes(self) -> list[SeenProcess]:
-        return node.read_processes(self._heartbeat_folder, self._own_node)
 
     def explain_error(self, error: BaseException) -> None:
         """Raise LostNodeError in place of `error`, which ended the run, where a node with ranks is lost.
@@ -155,25 +155,13 @@ class Watcher:
             other.lost = name not in alive
 
     def _refuse_lost_nodes(self, error: BaseException | None = None) -> None:
-        for address, node_ranks, how in self._lost_nodes():
-            ranks = ", ".join(seen.beat.name for seen in node_ranks)
-            place = next((seen.beat.place for seen in node_ranks if seen.beat.place), "no call")
-            text = f"node {address} with {ranks} is lost: {how}; its ranks were last seen in {place}"
-            self._record(node_ranks, text, [])
+        for other in (each for each in self._remote_nodes.values() if each.seen and each.is_lost):
+            how = "Ray's head has lost it" if other.lost else f"no answer for {other.unanswered_s():.0f} s"
+            ranks = ", ".join(seen.beat.name for seen in other.seen)
+            place = next((seen.beat.place for seen in other.seen if seen.beat.place), "no call")
+            text = f"node {other.address} with {ranks} is lost: {how}; its ranks were last seen in {place}"
+            self._record(other.seen, text, [])
             raise LostNodeError(text) from error
-
-    def _lost_nodes(self) -> Iterator[tuple[str, list[SeenProcess], str]]:
-        """Yield (address, processes, reason) of each lost node with ranks."""
-        for other in self._remote_nodes.values():
-            if other.seen and other.is_lost:
-                how = "Ray's head has lost it" if other.lost else f"no answer for {other.unanswered_s():.0f} s"
-                yield other.address, other.seen, how
-
-    def _report_stall(self, stall: Stall) -> None:
-        files = self._write_stacks([*stall.culprits, *stall.waiting])
-        text = stall.sentence + (f". Python stacks: {', '.join(files)}" if files else "")
-        self._record(stall.culprits, text, files)
-        raise StallError(text)
 
     def _write_stacks(self, asked: Sequence[SeenProcess]) -> list[str]:
         """Return the files of these processes' Python stacks, below the run's folder."""

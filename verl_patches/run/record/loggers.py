@@ -53,16 +53,11 @@ def require_loggers(given: str | Iterable[str], environ: Mapping[str, str]) -> N
         package = importlib.util.find_spec(logger.package)
         if package is None or package.origin is None:  # without: a folder of that name, such as wandb makes
             expected, todo = f"the package {logger.package} in this Python", "install it"
-        elif _has_key(logger, environ):
+        elif not logger.key or environ.get(logger.key) or environ.get(logger.mode) in _KEYLESS_MODES:
+            continue
+        elif os.path.isfile(os.path.expanduser(f"~/{logger.login}")):
             continue
         else:
             expected = f"{logger.key} or ~/{logger.login}" if logger.login else logger.key
             todo = f"export {logger.key}" + (f" or {logger.mode}=offline" if logger.mode else "")
         raise ConfigError(f"trainer.logger has {name}: expected {expected}, found none; {todo}, or remove {name}")
-
-
-def _has_key(logger: Logger, environ: Mapping[str, str]) -> bool:
-    """Return whether a logger needs no key, or finds one in `environ` or in its login file."""
-    if not logger.key or environ.get(logger.key) or environ.get(logger.mode) in _KEYLESS_MODES:
-        return True
-    return os.path.isfile(os.path.expanduser(f"~/{logger.login}"))

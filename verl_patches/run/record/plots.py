@@ -24,9 +24,8 @@ NAN = float("nan")  # matplotlib does not draw it
 # a group has one colour in every picture, in the order of MEMORY_GROUPS; those of value models are lighter
 _COLOURS = "#1f77b4 #ff7f0e #2ca02c #d62728 #9467bd #8c564b #e377c2 #bcbd22 #17becf".split()
 _COLOURS += "#aec7e8 #ffbb78 #98df8a #ff9896 #c5b0d5".split()
-GROUP_COLOURS = dict(zip(MEMORY_GROUPS, _COLOURS, strict=True))
 PHASE_COLOURS = {f"{phase} s": f"C{number}" for number, phase in enumerate(PHASES)}
-COLOURS = GROUP_COLOURS | PHASE_COLOURS
+COLOURS = dict(zip(MEMORY_GROUPS, _COLOURS, strict=True)) | PHASE_COLOURS
 # lines of figures measured on the device: the allocator's peak, and the memory that all processes use
 MEASURED_STYLES = {"peak": "-", "used": "--"}
 _peak = itemgetter("peak_bytes")
@@ -120,9 +119,6 @@ def memory_figure(summary: Mapping[str, Any]) -> Figure:
     figure = _figure(12, 4.5)
     left, right = figure.subplots(1, 2, width_ratios=(1.3, 1))
     present = {number: moment for number, moment in highest.items() if moment}
-    if not present:
-        figure.suptitle(f"{name}: no step has a memory ledger")
-        return figure
     shown = max(present, key=lambda number: (_peak(present[number]), number))
     unit, scale = ("GB", 1e9) if _peak(present[shown]) >= 1e9 else ("MB", 1e6)
     sizes = [moment["bytes"] for found in phases.values() for moment in found.values()]

@@ -259,10 +259,6 @@ def _read_process(record: Record) -> Row:
     return {"prompt": record.messages("prompt", "user"), "steps": steps, "labels": labels}
 
 
-def _read_text(record: Record) -> Row:
-    return {"text": record.text("text")}
-
-
 @dataclass(frozen=True)
 class Handler:
     """Describe a handler; `fields`: {field: columns, of which the first counts}; `columns`: those of fixed data."""
@@ -291,7 +287,7 @@ HANDLERS = {
     "preference": Handler(_read_preference, "preference", ("chosen", "rejected"), {**_PROMPT_FIELDS, **_PAIR_FIELDS}),
     "labelled": Handler(_read_labelled, "preference", ("response", "label"), {**_RESPONSE_FIELDS, "label": ("label",)}),
     "process": Handler(_read_process, "process", ("steps", "labels"), {**_PROMPT_FIELDS, **_STEPS_FIELDS}),
-    "text": Handler(_read_text, "text", ("text",), {"text": ("text", "content")}),
+    "text": Handler(lambda record: {"text": record.text("text")}, "text", ("text",), {"text": ("text", "content")}),
 }
 
 

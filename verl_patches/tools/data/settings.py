@@ -66,9 +66,6 @@ class Settings(BaseModel):
 
 def read_settings(file: Path, overrides: Iterable[str] = (), output: Path | None = None) -> Settings:
     """Return the settings of a file, of texts KEY=VALUE, and of `output` (an output_prefix); ConfigError for faults."""
-    if file.suffix in (".jsonl", ".parquet"):
-        hint = f"pass the data as input: data build data/sample.yaml input={file} -o DIR"
-        raise ConfigError(f"{file}: expected a YAML file of settings (docs/data.md), found data; {hint}")
     values = read_yaml(file)
     for override in overrides:
         key, sign, text = override.partition("=")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -112,16 +112,13 @@ def _download(url: str, folder: Path) -> list[Path]:
     return files
 
 
-def read_rows(path: Path, columns: Sequence[str] | None = None) -> Rows:
-    """Yield the rows of a .json, .jsonl or .parquet file; of parquet only those of `columns` that it has.
-
-    Raise ConfigError for a file that cannot be read.
-    """
+def read_rows(path: Path) -> Rows:
+    """Yield the rows of a .json, .jsonl or .parquet file; raise ConfigError for one that cannot be read."""
     with loading_errors(f"{path}: expected a readable file"):
         if fault := file_fault(path):
             raise ConfigError(f"{path} {fault}")
         if path.suffix == ".parquet":
-            yield from _read_parquet(path, columns)
+            yield from _read_parquet(path)
         elif path.suffix == ".json" and not _begins_with_an_object(path):
             yield from _read_json(path)
         else:
@@ -164,12 +161,11 @@ def _refuse_constant(word: str) -> None:
     raise ValueError(f"invalid JSON: {word}")
 
 
-def _read_parquet(path: Path, columns: Sequence[str] | None) -> Rows:
+def _read_parquet(path: Path) -> Rows:
     from pyarrow import parquet
 
     with parquet.ParquetFile(path) as file:
-        here = None if columns is None else [name for name in columns if name in file.schema_arrow.names]
-        yield from _numbered_rows(file.iter_batches(_BATCH_ROWS, columns=here))
+        yield from _numbered_rows(file.iter_batches(_BATCH_ROWS))
 
 
 def _numbered_rows(batches: Iterable[Any]) -> Rows:

@@ -27,13 +27,8 @@ from verl_patches.run.resolve import resolve
 from verl_patches.run.verl_values import check_recipe, check_verl_values
 from verl_patches.spec import RunSpec, Trees
 from verl_patches.tools.data.sources import prompt_tokens, read_rows
-from verl_patches.upstream.checkouts import (
-    VERL_CONFIG,
-    add_platform_trees,
-    require_trees,
-    require_verl_version,
-    verl_config_dir,
-)
+from verl_patches.upstream.checkouts import VERL_CONFIG, add_platform_trees, require_trees, verl_config_dir
+from verl_patches.upstream.modified import refuse_modified
 from verl_patches.values import loading_errors, read_yaml
 from verl_patches.weights.manifest import CHECKPOINT_NAME
 from verl_patches.weights.run_folders import checkpoint_chain, find_start, require_start
@@ -84,8 +79,8 @@ def find_model(
     keys, trees = override_keys(overrides), add_platform_trees(platform, trees)
     spec = resolve(instance_config(config), platform_rows(platform), keys, trees)
     require_trees(spec)
-    require_verl_version(spec.line, spec.trees)
     require_platform(spec.platform, "on a CPU take a run or --config-name with recipe.platform=cpu")
+    refuse_modified(spec)
     sources = {step: open_source(folders[step]) for step in ([max(folders)] if newest else folders)}
     for source in sources.values():
         if SCORE in source.tensors:
