@@ -59,7 +59,6 @@ def test_an_estimator_that_compares_responses_of_a_prompt_needs_several(algo):
 
 @pytest.mark.parametrize(("overrides", "message"), [
     ([f"{VAL}.n=4"], "val_kwargs.n is 4, but greedy responses are equal; set do_sample=true"),
-    ([f"{VAL}.n=4", f"{VAL}.do_sample=true"], "temperature 0, which verl refuses"),
     ([f"{VAL}.n=4", f"{VAL}.do_sample=true", f"{VAL}.temperature=0.7"], None),
 ])  # fmt: skip
 def test_a_validation_of_several_responses_a_prompt_samples_them(overrides, message):
