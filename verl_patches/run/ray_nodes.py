@@ -95,7 +95,6 @@ def ray_start(
     device: Mapping[str, int],
     ports: RayPorts = RayPorts(),
     dashboard: bool = False,
-    labels: Mapping[str, str] | None = None,
     temp_dir: str | None = None,
 ) -> list[str]:
     """Return the words of a node's `ray start` command; the dashboard listens on the loopback of the head.
@@ -113,7 +112,6 @@ def ray_start(
     words += [f"--{option}={port}" for option, port in ports.options(is_head).items()]
     for name, number in device.items():
         words.append(f"--num-gpus={number}" if name == "GPU" else f"--resources={json.dumps({name: number})}")
-    words += [f"--labels={json.dumps(dict(labels))}"] if labels else []
     return words
 
 
@@ -283,20 +281,13 @@ def answer_request(request: Mapping[str, Any]) -> dict[str, Any]:
     kind = _node_class()
     actors, limit_s = [start_on_node(kind, node["id"]) for node in nodes], request["limit_s"]
     command = [*request["command"], "--head", ray.get_runtime_context().gcs_address]
-    answers = _command_results([actor.run.remote(command, limit_s, request.get("cwd")) for actor in actors], limit_s)
-    for node, actor, answer in zip(nodes, actors, answers, strict=True):
+    calls = [actor.run.remote(command, limit_s, request.get("cwd")) for actor in actors]
+    for node, actor, answer in zip(nodes, actors, call_results(calls, limit_s + CALL_S), strict=True):
+        if isinstance(answer, ray.exceptions.RayError):
+            answer = {"code": 1, "output": "", "error": error_line(answer)}
         node["answer"] = answer
         node["clock"] = None if answer is None else _clock_offset(actor)
     return {"nodes": nodes}
-
-
-def _command_results(calls: Sequence[Any], limit_s: float) -> list[dict[str, Any] | None]:
-    """Return `call_results` of the calls, with {code, output, error} for a call that failed."""
-    import ray
-
-    answers = call_results(calls, limit_s + CALL_S)
-    failed = ray.exceptions.RayError
-    return [{"code": 1, "output": "", "error": error_line(one)} if isinstance(one, failed) else one for one in answers]
 
 
 def _wait_for_nodes(address: str, job: str, nodes: int, limit_s: float) -> list[dict[str, Any]]:

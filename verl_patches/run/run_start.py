@@ -33,12 +33,6 @@ from verl_patches.weights.run_folders import (
 )
 
 
-def run_homes(run: RunSpec) -> list[Path]:
-    """Return the run's folder, and the folder of its checkpoints where that is another one."""
-    home, saved = run.home, run_checkpoints_home(run)
-    return [home] if home.resolve() == saved.resolve() else [home, saved]
-
-
 def run_checkpoints_home(run: RunSpec) -> Path:
     """Return the folder of the run's name that holds its checkpoints."""
     return checkpoints_home(run.home, run.verl.trainer.default_local_dir)
