@@ -57,7 +57,6 @@ EXAMPLES = {  # {command: words of two calls, which end its --help}
     "digest": ("", "--switches line=a3,platform=npu"),
     "install-prelude": ("", "--undo"),
     "check": ("--line pypi", "--line a3 --upstream upstream"),
-    "fingerprint": ("--line pypi", "update.recipe_by_default --line pypi"),
     "smoke": ("", "--steps 5 --run mine layout=ep2"),
     "train": ("--config-name moonlight_16die --dry-run", "--config-name moonlight_16die recipe.run=mine"),
     "plan": ("deepseekv3_128die", "deepseekv3_128die --search --dies 256"),

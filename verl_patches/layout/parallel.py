@@ -176,10 +176,8 @@ class ParallelLayout:
                 f"layout {self}: ep={self.ep} must divide the number of routed experts {num_experts}; choose another ep"
             )
         local, index = num_experts // self.ep, self.coordinates(rank).ep
-        stop = (index + 1) * local
-        if rest_on_last and index == self.ep - 1:
-            stop = num_experts
-        return range(index * local, stop)
+        is_last = rest_on_last and index == self.ep - 1
+        return range(index * local, num_experts if is_last else (index + 1) * local)
 
     def __str__(self) -> str:
         """Return the short form that `parse_layout` reads, e.g. "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7"."""

@@ -64,9 +64,9 @@ def compare_pins(line: str | None = None, machine: Machine | None = None, trees:
     return Report("versions", name, tuple(findings))
 
 
-def installed_line(machine: Machine | None = None) -> str | None:
+def installed_line() -> str | None:
     """Return the line whose pinned packages are all installed; None without one."""
-    machine = machine or Machine()
+    machine = Machine()
     for name, line in load_pins().lines.items():
         if all(_package_finding(key, version, machine).state == "fine" for key, version in line.packages.items()):
             return name
