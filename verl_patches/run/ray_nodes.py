@@ -8,7 +8,7 @@ join Ray: Ray ends a process that has joined it when the head goes away. JSON is
 
     {}                          list the living nodes; nothing runs on them
     {job, nodes, limit_s}       wait, without joining Ray and for limit_s at most, until so many nodes of a job are
-                                alive; then list all nodes as `_gcs_nodes` does
+                                alive; then list all nodes as `_wait_for_nodes` does
     {command, cwd, limit_s}
                                 run `python COMMAND --head HOST:PORT` on each node, in the folder `cwd` and in the
                                 environment of its raylet, which is that of the run's workers
@@ -291,29 +291,24 @@ def answer_request(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _wait_for_nodes(address: str, job: str, nodes: int, limit_s: float) -> list[dict[str, Any]]:
+    """Return [{address, rank, job, alive}] of all nodes that Ray's GCS has known, newest last."""
     from ray._raylet import GcsClient  # type: ignore[attr-defined]  # compiled; its stub has other names
 
     client, end = GcsClient(address=address), time.monotonic() + limit_s
     while True:
-        known = _gcs_nodes(client)
+        known = [
+            {
+                "address": node.node_manager_address,
+                "rank": int(node.labels[RANK_LABEL]) if RANK_LABEL in node.labels else None,
+                "job": node.labels.get(JOB_LABEL),
+                "alive": node.state == 0,  # GcsNodeInfo.ALIVE
+            }
+            for node in sorted(client.get_all_node_info(timeout=10).values(), key=lambda node: node.start_time_ms)
+        ]
         in_job = {node["rank"] for node in known if node["alive"] and node["job"] == job}
         if len(in_job) >= nodes or time.monotonic() >= end:
             return known
         time.sleep(POLL_S)
-
-
-def _gcs_nodes(client: Any) -> list[dict[str, Any]]:
-    """Return [{address, rank, job, alive}] of all nodes that Ray's GCS has known, newest last."""
-    known = sorted(client.get_all_node_info(timeout=10).values(), key=lambda node: node.start_time_ms)
-    return [
-        {
-            "address": node.node_manager_address,
-            "rank": int(node.labels[RANK_LABEL]) if RANK_LABEL in node.labels else None,
-            "job": node.labels.get(JOB_LABEL),
-            "alive": node.state == 0,  # GcsNodeInfo.ALIVE
-        }
-        for node in known
-    ]
 
 
 def _clock_offset(actor: Any) -> dict[str, float] | None:
