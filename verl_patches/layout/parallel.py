@@ -25,7 +25,6 @@ from verl_patches.errors import ConfigError
 
 DENSE_AXES = ("tp", "cp", "dp", "pp")  # the fastest axis first
 EXPERT_AXES = ("etp", "ep", "edp", "pp")
-_SIZES = ("tp", "cp", "pp", "vpp", "ep", "etp")
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class ParallelLayout:
             object.__setattr__(self, "etp", self.tp)
         if self.layers_per_stage is not None:
             object.__setattr__(self, "layers_per_stage", tuple(self.layers_per_stage))
-        for name in ("world_size", *_SIZES):
+        for name in ("world_size", "tp", "cp", "pp", "vpp", "ep", "etp"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"layout: {name} must be a whole number >= 1, found {value!r}")

@@ -112,6 +112,9 @@ def memory_plan(run: RunSpec, memory: RunMemory) -> dict[str, Any]:
     npu, setting, limit = run.platform == "npu", memory.setting, host_limit(run)
     layers = None if setting.passes is None else setting.passes.recompute_layers
     communicators = [group for group in hccl.hccl_groups(run) if group.communicates] if npu else []
+    parts = ["fragmentation of torch's pool", "workspaces of kernels, memory of a communicator beside its two buffers"]
+    parts += [] if setting.passes else ["activations (line a3 only)"]
+    parts += [] if npu else ["the KV cache, HCCL's buffers and CANN's context (platform npu only)"]
     return {
         "modelled": True,
         "hbm_bytes": run.hardware.seen_bytes if npu else None,
@@ -123,7 +126,7 @@ def memory_plan(run: RunSpec, memory: RunMemory) -> dict[str, Any]:
             for each in communicators
         ],
         "host": node_host_bytes(run, limit) | {"limit_bytes": limit},
-        "not_modelled": _unmodelled_parts(setting, npu),
+        "not_modelled": parts,
     }
 
 
@@ -313,15 +316,6 @@ def memory_shortages(phases: Iterable[dict[str, Any]], room: int) -> list[str]:
         todo = f"; lower {' and '.join(keys)}" if keys and largest[0] in ("logits", "working_activations") else ""
         sentences.append(f"{names}: die {rank} needs {need}; largest: {terms}{todo}")
     return sentences
-
-
-def _unmodelled_parts(setting: Setting, npu: bool) -> list[str]:
-    parts = ["fragmentation of torch's pool", "workspaces of kernels, memory of a communicator beside its two buffers"]
-    if setting.passes is None:
-        parts.append("activations (line a3 only)")
-    if not npu:
-        parts.append("the KV cache, HCCL's buffers and CANN's context (platform npu only)")
-    return parts
 
 
 def recomputation(run: RunSpec) -> tuple[PerStage, int]:
