@@ -188,9 +188,8 @@ _SECRET_NAME = re.compile(
 _NO_SECRET_NAME = re.compile(
     r"(?i)(?:file|path|dir)$|(?:^|_)(?:eos|bos|pad|unk|sep|special|start|end|stop|max|min)_?token$"
 )
-_HARMLESS_VALUE = re.compile(
-    r"(?i)\$.*|yes|no|true|false|on|off|none|null|-?[0-9.]{1,6}"
-)  # a variable, switch or count
+# a variable, switch or count
+_HARMLESS_VALUE = re.compile(r"(?i)\$.*|yes|no|true|false|on|off|none|null|-?[0-9.]{1,6}")
 _SECRET_VALUE = re.compile(
     r"\bhf_[A-Za-z0-9]{20}|(?<![\w/.-])sk-[A-Za-z0-9_-]{20,}(?![\w/-])"  # except a folder of a path: /data/sk-NAME/x
     r"|\bgh[pousr]_[A-Za-z0-9]{30}|\bgithub_pat_\w{20}|\bglpat-[\w-]{20}|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"
