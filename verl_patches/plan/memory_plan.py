@@ -379,11 +379,8 @@ def cached_bytes(run: RunSpec) -> int:
     needs them.
     """
     data = run.verl.data
-    columns = 2  # ids of the responses, log-probs of rollout
-    if not run.recipe.train.skip_old_log_prob:
-        columns += 1
-    if run.uses_reference:
-        columns += 1
+    # ids of the responses and log-probs of rollout, of the old policy, of the reference
+    columns = 2 + (not run.recipe.train.skip_old_log_prob) + run.uses_reference
     tokens = data.max_prompt_length + data.max_response_length * columns
     return 4 * data.train_batch_size * run.verl.actor_rollout_ref.rollout.n * tokens
 

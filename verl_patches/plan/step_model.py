@@ -193,9 +193,6 @@ class StepInput:
         return self.prompts * self.samples
 
 
-# sizes and rates
-
-
 def memory_s(size_bytes: float) -> float:
     """Return the seconds to move bytes through the die's memory."""
     return size_bytes / (MEMORY_BYTES_PER_S * MEMORY_EFFICIENCY)

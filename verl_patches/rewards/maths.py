@@ -51,9 +51,7 @@ def compute_score(
     answer = last_box(solution_str) or ""
     well_formed = 0 < len(answer) <= MAX_ANSWER_CHARS
     correct = well_formed and (answer == gold.strip() or _are_equal(gold, answer, cpu_limit_s))
-    score = float(format_weight) if well_formed else 0.0
-    if correct:
-        score = 1.0
+    score = 1.0 if correct else float(format_weight * well_formed)
     return {"score": score, "acc": float(correct), "format": float(well_formed)}
 
 

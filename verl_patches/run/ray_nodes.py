@@ -41,8 +41,6 @@ HEAD_S = 15  # limit for Ray's head to answer at all
 
 
 # the ports of Ray on a node, and a node's `ray start` command; no other file makes either
-
-
 HEAD_PORT = 6379
 SERVICES = (  # (name, option of `ray start`) of every node's services; their ports follow each other from `first` on
     ("node manager", "node-manager-port"),
@@ -113,9 +111,6 @@ def ray_start(
     for name, number in device.items():
         words.append(f"--num-gpus={number}" if name == "GPU" else f"--resources={json.dumps({name: number})}")
     return words
-
-
-# requests to the nodes of a running Ray
 
 
 def ask_nodes(request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:

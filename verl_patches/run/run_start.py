@@ -38,11 +38,6 @@ def run_checkpoints_home(run: RunSpec) -> Path:
     return checkpoints_home(run.home, run.verl.trainer.default_local_dir)
 
 
-def start_checkpoints(run: RunSpec) -> Path:
-    """Return the folder of a start's checkpoints; START stands for the name of a start that does not exist yet."""
-    return run_checkpoints_home(run) / (run.start.name or "START") / CHECKPOINTS
-
-
 def recipe_saves_checkpoints(run: RunSpec) -> bool:
     """Return whether this recipe saves the checkpoints, rather than verl in trainer.default_local_dir."""
     return {"checkpoint.save", "checkpoint.load"} <= run.rows

@@ -195,9 +195,6 @@ def _missing_key_faults(config: Mapping[str, Any]) -> Iterator[str]:
         yield "data.custom_cls.path is given, which needs data.custom_cls.name"
 
 
-# the keys of the recipe
-
-
 _ASCEND_PREFIX = "recipe.rollout.ascend."
 _NPU_KEYS = ("recipe.hccl.", _ASCEND_PREFIX, "recipe.rollout.balanced_routing")
 _GRAPH_KEYS = {
