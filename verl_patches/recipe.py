@@ -511,6 +511,9 @@ def recipe_keys(schema: type = Recipe, prefix: str = "recipe") -> Iterator[tuple
             yield name, Key(item.default, kind)
 
 
+# entries of recipe.rewards, which are the parts of a run's reward
+
+
 FORMAT_WEIGHT, MAX_FORMAT_WEIGHT = 0.1, 0.5  # default and largest score of a wrong answer in the right form
 CPU_LIMIT_S = 1.0  # limit of a comparison of two answers
 REWARD_KEYS = {  # keys that an entry may have beside name and weight

@@ -490,9 +490,6 @@ def _prefill_s(run: StepInput, replica: float, constants: Constants) -> float:
     return pieces * one
 
 
-# the weight sync and the host
-
-
 def verl_sync(model: ModelShape, train: ParallelLayout) -> SyncTraffic:
     """Return the traffic of verl's own sync at the a3 pin.
 
