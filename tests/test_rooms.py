@@ -24,11 +24,8 @@ FLOORS = (  # packages, and modules beside them
 )
 EMULATION_ROOM = "emulation"  # loaded by name, only on a platform without a device
 MAX_FLOORS, MAX_PACKAGES = 10, 21
-FOLDERS_WITHOUT_PACKAGE = {
-    "loop",
-    "npu",
-    "scripts",
-}  # tests of whole runs, of the real torch_npu, and of scripts and docs
+# tests of whole runs, of the real torch_npu, and of scripts and docs
+FOLDERS_WITHOUT_PACKAGE = {"loop", "npu", "scripts"}
 MAX_FILES = 12
 FLOOR_NUMBERS = {room: number for number, rooms in enumerate((*FLOORS, (EMULATION_ROOM,))) for room in rooms}
 

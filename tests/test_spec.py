@@ -81,11 +81,8 @@ UPDATES = {
 @pytest.mark.parametrize("name", [BIG, TRUE_WEIGHT])
 @pytest.mark.parametrize("kind", UPDATES)
 def test_other_values_are_as_if_composed_with_them(name, kind):
-    given = [
-        "algo=ppo",
-        "level=tuned",
-        *as_overrides(recompute_keys(8)),
-    ]  # a number, not auto, so that it does not change
+    # a number, not auto, so that it does not change
+    given = ["algo=ppo", "level=tuned", *as_overrides(recompute_keys(8))]
     run, updates = composed(name, given), UPDATES[kind]
     before = OmegaConf.to_yaml(run.verl)
     expected = composed(name, [*given, *as_overrides(updates)])

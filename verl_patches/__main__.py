@@ -103,12 +103,9 @@ def main() -> None:
         if received:
             print(f"verl_patches: {interruption_text(received[0])}", file=sys.stderr)
         raise
-    except ConfigError as error:
+    except (ConfigError, RecipeError) as error:
         print(printable(f"verl_patches: {error}", keep="\n\t"), file=sys.stderr)
-        raise SystemExit(2) from None
-    except RecipeError as error:
-        print(printable(f"verl_patches: {error}", keep="\n\t"), file=sys.stderr)
-        raise SystemExit(1) from None
+        raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

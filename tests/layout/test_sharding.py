@@ -33,9 +33,8 @@ def test_bytes_of_a_rollout_die():
     experts = 2 * sum(shard.count for shard in held.shards.values() if shard.parameter.expert is not None)
     assert [round(n / 1e9, 2) for n in (held.size_bytes() - experts, experts)] == [20.70, 5.11]
     shared = sum(p.count for p in BIG.parameters if p.part == "shared_expert")
-    assert (
-        held.size_bytes() - local_parameters(BIG, layout, 17, "vllm").size_bytes() == shared
-    )  # half of them, 2 bytes each
+    # half of them, 2 bytes each
+    assert held.size_bytes() - local_parameters(BIG, layout, 17, "vllm").size_bytes() == shared
 
 
 LAYOUTS = [

@@ -46,12 +46,8 @@ def die256():
 def test_table_names_each_key_once_and_knows_every_recipe_key():
     keys = [row.key for row in TABLE]
     assert len(keys) == len(set(keys))
-    own = {
-        "skip_old_log_prob",
-        "importance_ratio",
-        "routing_replay",
-        "max_skipped_steps",
-    }  # the engine has none of them
+    # the engine has none of them
+    own = {"skip_old_log_prob", "importance_ratio", "routing_replay", "max_skipped_steps"}
     train = {key for key, _ in recipe_keys() if key.startswith("recipe.train.")}
     assert train - {f"recipe.train.{name}" for name in own} == {key for key in keys if key.startswith("recipe.train.")}
 

@@ -31,9 +31,8 @@ def start_critic(section: DictConfig):
     from verl.workers.megatron_workers import CriticWorker
 
     here = context()
-    here.schedule, here.unmoved_groups = schedule_for_run(
-        run_from_config(section), section, unified_memory=True
-    )  # as the actor's worker
+    # as the actor's worker
+    here.schedule, here.unmoved_groups = schedule_for_run(run_from_config(section), section, unified_memory=True)
     here.scheduler = here.ledger = None
     names = ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_epochs", "shuffle", "megatron", "load_weight")
     names += ("data_loader_seed", "loss_agg_mode", "optim", "checkpoint")

@@ -49,9 +49,8 @@ class _Opaque(torch.autograd.Function):
     def forward(ctx, call, saves, *tensors):
         out = call(*tensors)
         outs = out if isinstance(out, (tuple, list)) else (out,)
-        outs = [
-            value.contiguous() if torch.is_tensor(value) else value for value in outs
-        ]  # a device writes contiguous outputs
+        # a device writes contiguous outputs
+        outs = [value.contiguous() if torch.is_tensor(value) else value for value in outs]
         ctx.save_for_backward(*saves(tensors, outs))
         return tuple(outs) if len(outs) > 1 else outs[0]
 

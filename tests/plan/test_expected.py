@@ -121,9 +121,8 @@ def test_any_layout_has_the_whole_model_and_ours_peaks_no_higher(pair, swap, dty
         for phase in found[name]["phases"]:
             assert phase["peak_bytes"] == sum(phase["bytes"].values())
             assert all(every[phase["rank"]][t] == size for t, size in phase["bytes"].items())
-    assert found["ours"]["peak_bytes"] <= min(found[line]["peak_bytes"] for line in VERL_SCHEDULES) or (
-        max(found["ours"]["phases"], key=lambda p: p["peak_bytes"])["phase"] == "ref"
-    )  # the actor stays beside it
+    fullest = max(found["ours"]["phases"], key=lambda p: p["peak_bytes"])["phase"]  # in ref the actor stays beside it
+    assert fullest == "ref" or all(found["ours"]["peak_bytes"] <= each["peak_bytes"] for each in found.values())
 
 
 def test_the_worst_rank_is_worst_over_all_ranks():

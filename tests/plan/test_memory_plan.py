@@ -165,9 +165,8 @@ def test_what_is_beside_the_memory_groups():
     assert apart == 2 * 8 * 7168 * 2 * 2048  # 8 experts of a die in bf16
     host = planned["host"]
     assert round(host["pinned_bytes"] / 1e9, 1) == 771.5 and host["limit_bytes"] is None
-    assert (
-        host["node_bytes"] == host["pinned_bytes"] + 16 * (10 << 30) + 200 * 10**9
-    )  # a process of each die, the store
+    # a process of each die, the store
+    assert host["node_bytes"] == host["pinned_bytes"] + 16 * (10 << 30) + 200 * 10**9
     assert set(planned["host"]["bytes"]) == {"actor_params", "ref_params", "optimizer"}
     groups = {(each["group"], each["ranks"], each["buffer_mib"]) for each in planned["communicators"]}
     assert {("vllm_dp", 128, 64), ("vllm_ep", 256, 64), ("vllm_mc2", 256, 300)} <= groups

@@ -124,11 +124,8 @@ def test_a_plan_says_where_less_than_the_margin_is_left():
     """Check the warning; the control: auto leaves the margin."""
     of = {}
     for name, number in (("less", "[1,1,2,1,0,0,0,0]"), ("auto", "auto")):
-        (of[name],) = (
-            check
-            for check in make_plan(BIG, "level=tuned", f"{LAYERS_KEY}={number}")["checks"]
-            if check["name"] == "memory"
-        )
+        checks = make_plan(BIG, "level=tuned", f"{LAYERS_KEY}={number}")["checks"]
+        (of[name],) = (check for check in checks if check["name"] == "memory")
     assert of["less"]["ok"] and of["less"]["note"] and "LESS THAN 5 GB" in of["less"]["detail"]
     assert of["auto"]["ok"] and not of["auto"]["note"] and "LESS" not in of["auto"]["detail"]
 
@@ -137,9 +134,8 @@ def test_a_plan_says_where_less_than_the_margin_is_left():
 
 
 def disk(name, *overrides, gb_s=10.0):
-    return {
-        each["part"]: each for each in make_plan(name, *overrides, workload=Workload(disk_gb_s=gb_s))["disk"]["parts"]
-    }
+    plan = make_plan(name, *overrides, workload=Workload(disk_gb_s=gb_s))
+    return {each["part"]: each for each in plan["disk"]["parts"]}
 
 
 def test_a_start_reads_the_weights_of_all_ranks_and_a_save_writes_each_once(tmp_path):
@@ -194,9 +190,8 @@ def test_no_search_is_named_that_would_be_refused():
 
 def test_no_search_is_named_where_no_layout_would_help():
     plan = make_plan(TRUE_WEIGHT, "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=7")
-    assert (
-        not plan["ok"] and plan["next"] == [] and plan["verdict"].endswith("; next: change the settings that it names")
-    )
+    assert not plan["ok"] and plan["next"] == []
+    assert plan["verdict"].endswith("; next: change the settings that it names")
 
 
 def test_the_verdict_says_where_host_memory_is_not_compared():

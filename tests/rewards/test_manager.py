@@ -82,12 +82,8 @@ def test_one_part_gives_what_verls_manager_gives(tmp_path):
         assert torch.equal(found["reward_tensor"], expected["reward_tensor"])
         columns = found["reward_extra_info"]
         assert all(value >= 0 for value in columns.pop("reward_seconds"))
-        acc = expected["reward_extra_info"]["acc"]
-        assert columns == {
-            "reward/python": expected["reward_extra_info"]["score"],
-            "reward/python/acc": acc,
-            "acc": acc,
-        }
+        score, acc = (expected["reward_extra_info"][key] for key in ("score", "acc"))
+        assert columns == {"reward/python": score, "reward/python/acc": acc, "acc": acc}
         assert torch.equal(made(batch()), expected["reward_tensor"])
 
 
@@ -162,9 +158,8 @@ ROW = {"data_source": "d", "reward_model": {"ground_truth": "1"}, "extra_info": 
 
 
 def test_a_made_up_answer_finds_what_is_wrong_before_the_run(tmp_path, monkeypatch):
-    said = make_manager({"name": "maths"}, {"name": "length"}, {"name": "reward_model", "path": "x"}).try_row(
-        ROW, "row"
-    )
+    made = make_manager({"name": "maths"}, {"name": "length"}, {"name": "reward_model", "path": "x"})
+    said = made.try_row(ROW, "row")
     assert re.fullmatch(r"maths 0\.1 \(.* s\), length 0 \(.* s\)", said)
     place = r"recipe.rewards\[0\] \(python\), a made-up answer to row 0: .*own.py:"
     head = "import time\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n    "
@@ -185,18 +180,16 @@ def test_a_made_up_answer_finds_what_is_wrong_before_the_run(tmp_path, monkeypat
     monkeypatch.undo()
     with pytest.raises(ConfigError, match=r"maths\), a made-up answer to row 0: .*gold answer None"):
         make_manager({"name": "maths"}).try_row({"data_source": "d"}, "row 0")
-    slow = python_entry(
-        tmp_path, SLOW.replace("slow", "made"), timeout_s=0.5, kwargs={"started": str(tmp_path / "pid")}
-    )
+    keys = {"timeout_s": 0.5, "kwargs": {"started": str(tmp_path / "pid")}}
+    slow = python_entry(tmp_path, SLOW.replace("slow", "made"), **keys)
     with pytest.raises(ConfigError, match=r"more than 0.5 s by the clock; recipe.rewards\[0\].timeout_s is its limit"):
         make_manager(slow).try_row(ROW, "row 0")
 
 
 def test_the_first_rows_of_training_and_validation_are_tried(monkeypatch):
     made = make_manager({"name": "maths"})
-    trainer = SimpleNamespace(
-        reward_fn=made, val_reward_fn=made, train_dataset=[ROW], val_dataset=[{"data_source": "d"}]
-    )
+    rows = {"train_dataset": [ROW], "val_dataset": [{"data_source": "d"}]}
+    trainer = SimpleNamespace(reward_fn=made, val_reward_fn=made, **rows)
     train = SimpleNamespace(samples=True, validates=False)
     (report,) = _input_reports(trainer, train)
     assert report.startswith("reward of a made-up answer to the first prompt of data.train_files: maths 0.1")
@@ -232,9 +225,8 @@ def test_scores_of_reward_models_are_added_and_not_taken_alone():
             make_manager(*entries)(length_batch(*LENGTHS, **more))
     bad = scores.clone()
     bad[1, 1] = float("nan")
-    with pytest.raises(
-        RewardError, match=r"recipe.rewards\[2\] \(reward_model\), sample 1 .*returned nan; expected a finite"
-    ):
+    words = r"recipe.rewards\[2\] \(reward_model\), sample 1 .*returned nan; expected a finite"
+    with pytest.raises(RewardError, match=words):
         make_manager(*entries)(length_batch(*LENGTHS, rm_scores=bad))
     # validation runs no reward model
     validation = make_manager(*entries, validates=1)(length_batch(*LENGTHS), return_dict=True)
@@ -296,9 +288,8 @@ def test_verls_task_of_launch_reward_fn_async_has_the_same_manager_and_error(tmp
     ],
 )
 def test_what_is_no_score_is_refused(tmp_path, code, words):
-    made = make_manager(
-        python_entry(tmp_path, f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n    {code}\n")
-    )
+    head = "def compute_score(data_source, solution_str, ground_truth, extra_info):"
+    made = make_manager(python_entry(tmp_path, f"{head}\n    {code}\n"))
     with pytest.raises(RewardError, match=words):
         made(batch(golds=(None, None, None)))
 
@@ -310,9 +301,8 @@ def test_an_error_while_the_file_is_loaded_names_its_line(tmp_path):
 
 
 def test_a_line_is_found_in_the_traceback_of_another_process(tmp_path, monkeypatch):
-    entry = python_entry(
-        tmp_path, "import json\n\n\ndef score(text=None, **_):\n    return json.loads(text)['score']\n"
-    )
+    code = "import json\n\n\ndef score(text=None, **_):\n    return json.loads(text)['score']\n"
+    entry = python_entry(tmp_path, code)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     part = make_manager(entry | {"function": "score", "path": "own.py"}).parts[0][0]

@@ -122,6 +122,3 @@ def test_the_score_of_form_and_answer():
         found = [score(text, format_weight=weight)["score"] for text in (r"\boxed{42}", r"\boxed{1}", "42")]
         assert found == [1.0, weight, 0.0]
     assert score(r"\boxed{1}", format_weight=0.0) == {"score": 0.0, "acc": 0.0, "format": 1.0}
-    for weight in (-0.1, 0.51, 1.0, float("nan")):
-        with pytest.raises(ConfigError, match=r"format_weight must be in 0\.\.0\.5"):
-            score(r"\boxed{42}", format_weight=weight)

@@ -38,10 +38,8 @@ def test_the_penalty_is_zero_up_to_the_buffer_then_linear_and_minus_one_at_full_
 
 
 def test_the_default_buffer_is_that_of_dapo():
-    assert (
-        Reward("length").penalty_tokens(20_480) == 4_096
-        and Reward("length", buffer_tokens=7).penalty_tokens(20_480) == 7
-    )
+    assert Reward("length").penalty_tokens(20_480) == 4_096
+    assert Reward("length", buffer_tokens=7).penalty_tokens(20_480) == 7
     assert Reward("length").penalty_tokens(3) == 1
 
 
@@ -71,17 +69,9 @@ def test_the_short_form_is_one_python_entry_and_both_are_refused():
 
 def test_two_entries_of_one_name_have_labels_of_their_own():
     run = rewards("{name: python, path: a.py},{name: maths, weight: 0.5},{name: python, path: b.py}")
-    assert [(part.label, part.entry.weight) for part in run.rewards] == [
-        ("python_0", 1.0),
-        ("maths", 0.5),
-        ("python_2", 1.0),
-    ]
+    expected = [("python_0", 1.0), ("maths", 0.5), ("python_2", 1.0)]
+    assert [(part.label, part.entry.weight) for part in run.rewards] == expected
     assert faults(run) == []
-
-
-def test_verls_fsdp_worker_cannot_score():
-    with pytest.raises(ConfigError, match="reward_model.strategy is 'fsdp'; expected 'megatron'"):
-        composed(TINY, [MODEL, "reward_model.strategy=fsdp"])
 
 
 @pytest.mark.parametrize(

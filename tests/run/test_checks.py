@@ -36,14 +36,9 @@ DP = "recipe.rollout.data_parallel_size"
 CACHED_GRAPH = f"+{VLLM}.additional_config.torchair_graph_config.use_cached_graph=true"
 BUDGET = f"{SAMPLING}.max_num_batched_tokens"
 ALONE, TP2 = f"{ACTOR}.expert_model_parallel_size=1", f"{ACTOR}.tensor_model_parallel_size=2"
-EIGHT_RANKS = [
-    "trainer.nnodes=1",
-    "trainer.n_gpus_per_node=8",
-    "recipe.rollout.instances=1",
-    "recipe.rollout.data_parallel_size=4",
-]
+EIGHT_RANKS = ["trainer.nnodes=1", "trainer.n_gpus_per_node=8", "recipe.train.layers_per_stage=null"]
+EIGHT_RANKS += ["recipe.rollout.instances=1", "recipe.rollout.data_parallel_size=4"]
 EIGHT_RANKS += [f"{ACTOR}.pipeline_model_parallel_size=1", f"{ACTOR}.expert_model_parallel_size=8"]
-EIGHT_RANKS += ["recipe.train.layers_per_stage=null"]
 CUT_EXPERTS = "recipe.rollout.enable_expert_parallel=false", "recipe.rollout.data_parallel_size=1"
 EMULATED = "recipe.line=a3", "recipe.platform=npu_emulated"
 STAGES = "recipe.train.layers_per_stage=[{},8,8,8,8,8,7]".format

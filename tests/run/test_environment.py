@@ -98,9 +98,8 @@ def test_variables_of_workers_and_of_the_driver():
     shipped = set(worker_environment(run))
     assert {"VERL_PATCHES", "VLLM_USE_V1", "OMP_NUM_THREADS"} <= shipped
     assert not {"PYTHONPATH", "TMPDIR", "RAY_TMPDIR", "RAY_ADDRESS"} & shipped
-    found = process_environment(
-        environment_variables(run, "/x"), {"HOME": "/h", "RAY_ADDRESS": "x:1", "VERL_PATCHES": "old"}
-    )
+    shell = {"HOME": "/h", "RAY_ADDRESS": "x:1", "VERL_PATCHES": "old"}
+    found = process_environment(environment_variables(run, "/x"), shell)
     assert found["HOME"] == "/h" and "RAY_ADDRESS" not in found
     assert found["VERL_PATCHES"] == run.process_switches.text() and found["RAY_TMPDIR"] == "/x/ray"
     joined = process_environment(environment_variables(composed_run(LARGE), "/x"), {})

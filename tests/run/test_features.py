@@ -76,10 +76,8 @@ def test_rows_of_speed_are_on_at_level_tuned_only(grpo):
         others = {name for name, on in feature_states(grpo).items() if on and not feature_states(run)[name]}
         assert others <= {"small_groups", "tensor_cache"}  # keys of the levels
         assert {s.id for s in ROWS if s.id in grpo.rows and s.feature not in others} - speed <= run.rows
-    assert run.process_switches.decide(next(s for s in ROWS if s.id == "rollout.no_collector")) == (
-        False,
-        "the level is not tuned",
-    )
+    collector = next(s for s in ROWS if s.id == "rollout.no_collector")
+    assert run.process_switches.decide(collector) == (False, "the level is not tuned")
 
 
 A, B = row("t.a", feature="one"), row("t.b", needs=("t.a",), feature="two")

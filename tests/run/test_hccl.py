@@ -19,15 +19,9 @@ VLLM = "actor_rollout_ref__rollout__engine_kwargs__vllm"
 SEATS, ASCEND = f"{VLLM}__max_num_seqs", "recipe__rollout__ascend"
 SIZE = "actor_rollout_ref__actor__megatron__{}_parallel_size".format
 ALONE = {"recipe__rollout__instances": 128, "recipe__rollout__data_parallel_size": 1}
-NODE = {
-    "trainer__nnodes": 1,
-    "trainer__n_gpus_per_node": 8,
-    "recipe__rollout__instances": 1,
-    "recipe__rollout__data_parallel_size": 4,
-}
+NODE = {"trainer__nnodes": 1, "trainer__n_gpus_per_node": 8}
+NODE |= {"recipe__rollout__instances": 1, "recipe__rollout__data_parallel_size": 4}
 NODE |= {SIZE("pipeline_model"): 2, SIZE("expert_model"): 4, "recipe__train__layers_per_stage": [31, 30]}
-
-
 composed_once = functools.cache(composed)
 
 
@@ -130,12 +124,9 @@ def test_ports_are_those_that_nothing_else_uses(tmp_path, base, kernel, words):
     assert check.ok or "recipe.hccl.base_port" in check.detail
 
 
-ON_A2 = {
-    "recipe__hccl__expansion_mode": "HOST",
-    "recipe__rollout__data_parallel_size": 32,
-    "recipe__rollout__instances": None,
-}
-NODE_800T = {"recipe__hardware": "800t_a2", "trainer__nnodes": 32, "trainer__n_gpus_per_node": 8, **ON_A2}
+NODE_800T = {"recipe__hardware": "800t_a2", "trainer__nnodes": 32, "trainer__n_gpus_per_node": 8}
+NODE_800T |= {"recipe__rollout__data_parallel_size": 32, "recipe__rollout__instances": None}
+NODE_800T["recipe__hccl__expansion_mode"] = "HOST"
 
 
 def test_a2_has_no_port_range_because_mc2_does_not_support_it():

@@ -66,10 +66,8 @@ def test_a_printed_command_has_the_trees_and_all_that_the_image_has_on_its_path(
 
 
 def test_the_verl_of_a_line_is_known_by_its_version(tmp_path):
-    assert compare_verl_version("pypi", Trees()) == (
-        True,
-        f"configuration taken from verl 0.4.0 ({verl_config_dir().parents[1]})",
-    )
+    taken = f"configuration taken from verl 0.4.0 ({verl_config_dir().parents[1]})"
+    assert compare_verl_version("pypi", Trees()) == (True, taken)
     fits, sentence = compare_verl_version("a3", Trees())
     assert not fits and "line a3 pins 0.3.1.dev (54c9b7364c2d)" in sentence and "--upstream DIR" in sentence
     for name in ("version/version", "trainer/config/ppo_megatron_trainer.yaml"):

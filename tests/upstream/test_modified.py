@@ -48,9 +48,8 @@ def write(folder, files):
 
 def test_files_that_are_no_change(tree):
     """Accept the prelude line, ignored files and executable bits, whoever owns the clone."""
-    write(
-        tree[0], {WORKER: f"{PRELUDE_LINE}\n{WORKER_TEXT}", "verl/__pycache__/a.pyc": "x", "verl/_version.py": "v = 1"}
-    )
+    worker = f"{PRELUDE_LINE}\n{WORKER_TEXT}"
+    write(tree[0], {WORKER: worker, "verl/__pycache__/a.pyc": "x", "verl/_version.py": "v = 1"})
     (tree[0] / "verl/a.py").chmod(0o755)
     assert tree_finding(tree).state == "fine" and tree_finding(tree).details == ()
 
@@ -106,10 +105,8 @@ def test_the_trees_of_line_a3(pytestconfig, tmp_path):
     for name in ("verl", "Megatron-LM", "MindSpeed"):
         (tmp_path / name).symlink_to(given / name)
     subprocess.run(["git", "clone", "-q", "--shared", given / "MindSpeed-LLM", tmp_path / "MindSpeed-LLM"], check=True)
-    run, file = (
-        composed("deepseekv3_tiny_cpu", ["recipe.line=a3"], find_trees(tmp_path)),
-        tmp_path / "MindSpeed-LLM/mindspeed_llm/tasks/preprocess/parser.py",
-    )
+    run = composed("deepseekv3_tiny_cpu", ["recipe.line=a3"], find_trees(tmp_path))
+    file = tmp_path / "MindSpeed-LLM/mindspeed_llm/tasks/preprocess/parser.py"
     assert refuse_modified(run) == {}
     file.write_bytes(file.read_bytes() + b"\n")
     with pytest.raises(ConfigError, match="MindSpeed-LLM .*tasks/preprocess/parser.py"):

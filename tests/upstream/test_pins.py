@@ -59,11 +59,8 @@ def test_unsupported_keys_exist_and_our_configs_are_neutral(line):
             exists = leaf in (OmegaConf.select(config, section) or {}) or PINS.may_be_added(entry.key, line)
             assert inside_engine or exists or entry.key in FOREIGN_KEYS, entry.key
             neutral = value is None or value in entry.neutral
-            assert neutral or config.recipe.line != line, (
-                name,
-                entry.key,
-                value,
-            )  # a configuration is neutral on its own line only
+            # a configuration is neutral on its own line only
+            assert neutral or config.recipe.line != line, (name, entry.key, value)
 
 
 def test_sources_of_ascend_come_from_gitcode_first_then_gitee_then_github():

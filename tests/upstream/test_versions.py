@@ -74,10 +74,8 @@ def test_a_machine_that_holds_the_line_is_fine(machine):
     report = machine.report()
     assert machine.problems() == {} and report.exit_code == 0 and report.state == "fine"
     trees = Trees(folders=tuple({machine.places[name] for name in ("verl", "megatron", "mindspeed", "mindspeed_llm")}))
-    assert set(machine.problems(trees=trees, root=lambda _: None)) == {
-        "vllm",
-        "vllm-ascend",
-    }  # trees given as an option have precedence
+    # trees given as an option have precedence
+    assert set(machine.problems(trees=trees, root=lambda _: None)) == {"vllm", "vllm-ascend"}
     fine, notes = ([f.name for f in report.findings if f.state == state] for state in ("fine", "note"))
     assert {*notes} == {"not supported"}
     assert {*fine} >= {"python", *machine.a3.packages, *machine.a3.system, *machine.a3.repositories}

@@ -184,10 +184,8 @@ def _attention(model: ModelShape, layer: int) -> Iterable[Parameter]:
     h, heads, q_rank, kv_rank = model.hidden_size, model.num_attention_heads, model.q_lora_rank, model.kv_lora_rank
     q_dim = heads * (model.qk_nope_head_dim + model.qk_rope_head_dim)
     kv_dim = heads * (model.qk_nope_head_dim + model.v_head_dim)
-    q_rows: list[tuple[str, str, tuple[int, ...]]]
-    if q_rank is None:
-        q_rows = [("self_attn.q_proj", "q_proj", (q_dim, h))]
-    else:
+    q_rows: list[tuple[str, str, tuple[int, ...]]] = [("self_attn.q_proj", "q_proj", (q_dim, h))]
+    if q_rank is not None:
         q_rows = [
             ("self_attn.q_a_proj", "q_a_proj", (q_rank, h)),
             ("self_attn.q_a_layernorm", "q_a_norm", (q_rank,)),

@@ -25,7 +25,6 @@ from verl_patches.errors import ConfigError
 
 DENSE_AXES = ("tp", "cp", "dp", "pp")  # the fastest axis first
 EXPERT_AXES = ("etp", "ep", "edp", "pp")
-_SIZES = ("tp", "cp", "pp", "vpp", "ep", "etp")
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class ParallelLayout:
             object.__setattr__(self, "etp", self.tp)
         if self.layers_per_stage is not None:
             object.__setattr__(self, "layers_per_stage", tuple(self.layers_per_stage))
-        for name in ("world_size", *_SIZES):
+        for name in ("world_size", "tp", "cp", "pp", "vpp", "ep", "etp"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"layout: {name} must be a whole number >= 1, found {value!r}")
@@ -176,10 +175,8 @@ class ParallelLayout:
                 f"layout {self}: ep={self.ep} must divide the number of routed experts {num_experts}; choose another ep"
             )
         local, index = num_experts // self.ep, self.coordinates(rank).ep
-        stop = (index + 1) * local
-        if rest_on_last and index == self.ep - 1:
-            stop = num_experts
-        return range(index * local, stop)
+        is_last = rest_on_last and index == self.ep - 1
+        return range(index * local, num_experts if is_last else (index + 1) * local)
 
     def __str__(self) -> str:
         """Return the short form that `parse_layout` reads, e.g. "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7"."""

@@ -96,7 +96,10 @@ class _EntropyAndLink(torch.autograd.Function):
         (logits,) = ctx.saved_tensors
         gradient = logits.detach()
         grads = [None if grad is None else grad.flatten()[:, None] for grad in (entropy_grad, log_prob_grad)]
-        _write_gradient(gradient.flatten(0, -2), ctx.results, *grads)
+        flat = gradient.flatten(0, -2)  # a view of [T, V/tp], which is overwritten
+        for rows in _row_slices(flat):
+            parts = (None if grad is None else grad[rows] for grad in grads)
+            flat[rows] = _chunk_gradient(flat[rows], ctx.results, rows, *parts)
         return gradient, None
 
 
@@ -147,12 +150,6 @@ def _log_probs(logits: torch.Tensor, labels: torch.Tensor, results: _PassResults
     target_logits.masked_fill_(elsewhere, 0.0)
     dist.all_reduce(target_logits, group=parallel_state.get_tensor_model_parallel_group())
     return target_logits - results.log_sum
-
-
-def _write_gradient(logits: torch.Tensor, results: _PassResults, *grads: torch.Tensor | None) -> None:
-    """Overwrite logits [T, V/tp] by their gradient; `grads` [T, 1] are those of entropy and log-probs."""
-    for rows in _row_slices(logits):
-        logits[rows] = _chunk_gradient(logits[rows], results, rows, *(g if g is None else g[rows] for g in grads))
 
 
 def _chunk_gradient(

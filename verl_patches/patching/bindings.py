@@ -49,17 +49,15 @@ class SourceFile:
         wanted = (name.encode(), b"*", b"#")
         return any(not self._imported[each].isdisjoint(wanted) for each in modules if each in self._imported)
 
-    def _tree(self) -> ast.Module:
-        try:
-            return ast.parse(self._text, filename=str(self.path))
-        except (SyntaxError, ValueError):  # this Python cannot import it either
-            return ast.Module([], [])
-
     @cached_property
     def imports(self) -> list[Import]:
         """Return every from-import that runs while the module is imported."""
+        try:
+            tree = ast.parse(self._text, filename=str(self.path))
+        except (SyntaxError, ValueError):  # this Python cannot import it either
+            return []
         imports = []
-        for prefix, node in _from_imports(self._tree(), ""):
+        for prefix, node in _from_imports(tree, ""):
             origin = import_origin(node, self.module, self.path.name == "__init__.py")
             for alias in node.names:
                 place = f"{self.module}:{prefix}{alias.asname or alias.name}"

@@ -348,14 +348,8 @@ def log_outcome(spec: PatchSpec, prepared: Prepared, in_place: bool) -> None:
     if prepared.state == "active":
         log.debug("patch %s active at %s", spec.id, spec.target)
     else:
-        log.warning(
-            "patch %s is %s at %s: %s; it was %s",
-            spec.id,
-            prepared.state,
-            spec.target,
-            prepared.reason,
-            "applied anyway (drift=warn)" if in_place else "not applied",
-        )
+        done = "applied anyway (drift=warn)" if in_place else "not applied"
+        log.warning("patch %s is %s at %s: %s; it was %s", spec.id, prepared.state, spec.target, prepared.reason, done)
 
 
 def _error_text(error: Exception) -> str:

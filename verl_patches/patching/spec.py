@@ -160,7 +160,8 @@ def _order_fault(rows: dict[str, PatchSpec], outer: PatchSpec, inner: PatchSpec)
     both = f"rows {inner.id!r} and {outer.id!r} are " + (
         f"both on {inner.target}" if is_same else f"on {inner.target}, inside {outer.target} of row {outer.id!r}"
     )
-    upper = _upper_row(rows, outer, inner)
+    pairs = (inner, outer), (outer, inner)
+    upper = next((one for one, other in pairs if other.id in _all_needs(rows, one.id)), None)  # goes over the other
     if upper is None or (upper.kind != "wrap" and (is_same or upper is outer)):
         return (
             f"{both}: the one that is applied last must be a wrap and list the other in needs; or give them different "
@@ -169,11 +170,6 @@ def _order_fault(rows: dict[str, PatchSpec], outer: PatchSpec, inner: PatchSpec)
     if is_same and {*outer.bindings} != {*inner.bindings}:
         return f"{both}: they must list the same bindings"
     return ""
-
-
-def _upper_row(by_id: dict[str, PatchSpec], first: PatchSpec, second: PatchSpec) -> PatchSpec | None:
-    """Return the one of two rows that goes over the other, because it needs it; None if neither does."""
-    return next((a for a, b in ((second, first), (first, second)) if b.id in _all_needs(by_id, a.id)), None)
 
 
 def _all_needs(by_id: dict[str, PatchSpec], name: str) -> set[str]:

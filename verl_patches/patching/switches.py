@@ -54,7 +54,9 @@ class Switches:
             return False, f"not for platform {self.platform}"
         wanted, reason = True, f"feature {spec.feature} is on" if spec.feature else f"role {spec.role}"
         if self.rows is not None and spec.id not in self.rows:
-            wanted, reason = False, _off_reason(spec)
+            reasons = [f"feature {spec.feature} is off"] if spec.feature else []
+            reasons += [f"the level is not {LEVELS[-1]}"] if spec.role == "speed" else []
+            wanted, reason = False, " or ".join(reasons) or "not a row of this run"
         for pattern in self.patterns:
             if fnmatch.fnmatchcase(spec.id, pattern[1:]):
                 wanted = pattern[0] == "+"
@@ -74,12 +76,6 @@ class Switches:
                     f"{pattern!r} (recipe.patches or {PATCHES_VAR}) names no row of the catalogue"
                     f"{nearest_text(pattern[1:], specs)}. `{our_command('status')}` lists them."
                 )
-
-
-def _off_reason(spec: PatchSpec) -> str:
-    reasons = [f"feature {spec.feature} is off"] if spec.feature else []
-    reasons += [f"the level is not {LEVELS[-1]}"] if spec.role == "speed" else []
-    return " or ".join(reasons) or "not a row of this run"
 
 
 def recorded_off_ids(rows: Iterable[Mapping[str, str]]) -> list[str]:

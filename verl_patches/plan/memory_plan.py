@@ -6,7 +6,6 @@ All figures are modelled, in plan/expected.py and plan/activations.py.
 from __future__ import annotations
 
 import bisect
-import functools
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
@@ -17,7 +16,7 @@ import psutil
 from omegaconf import OmegaConf
 
 from verl_patches.errors import Check, ConfigError
-from verl_patches.layout.inventory import Inventory, ModelShape, build_inventory
+from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.memory.schedule import Schedule, schedule_for_run
 from verl_patches.plan.activations import UNBALANCED_RATIO, Passes, PerStage, engine_bytes, graph_bytes
@@ -77,7 +76,7 @@ def run_memory(run: RunSpec) -> RunMemory:
     train, model, npu = run.train, run.trained_model, run.platform == "npu"
     samples = npu and run.samples
     graphs = samples and run.graphs
-    inventory = cached_inventory(model)
+    inventory = build_inventory(model)
     setting = Setting(
         inventory,
         train,
@@ -112,15 +111,22 @@ def memory_plan(run: RunSpec, memory: RunMemory) -> dict[str, Any]:
     """
     npu, setting, limit = run.platform == "npu", memory.setting, host_limit(run)
     layers = None if setting.passes is None else setting.passes.recompute_layers
+    communicators = [group for group in hccl.hccl_groups(run) if group.communicates] if npu else []
+    parts = ["fragmentation of torch's pool", "workspaces of kernels, memory of a communicator beside its two buffers"]
+    parts += [] if setting.passes else ["activations (line a3 only)"]
+    parts += [] if npu else ["the KV cache, HCCL's buffers and CANN's context (platform npu only)"]
     return {
         "modelled": True,
         "hbm_bytes": run.hardware.seen_bytes if npu else None,
         **memory_peaks(memory.schedule, setting, memory.unmoved_groups),
         "swapped": run.recipe.train.swap_optimizer,
         "recompute_layers": layers if layers is None or isinstance(layers, int) else list(layers),
-        "communicators": _communicators(run) if npu else [],
+        "communicators": [
+            {"side": each.side, "group": each.name, "ranks": each.ranks, "buffer_mib": hccl.group_buffer_mib(run, each)}
+            for each in communicators
+        ],
         "host": node_host_bytes(run, limit) | {"limit_bytes": limit},
-        "not_modelled": _unmodelled_parts(setting, npu),
+        "not_modelled": parts,
     }
 
 
@@ -312,29 +318,6 @@ def memory_shortages(phases: Iterable[dict[str, Any]], room: int) -> list[str]:
     return sentences
 
 
-@functools.lru_cache(maxsize=2)
-def cached_inventory(model: ModelShape) -> Inventory:
-    """Return the tensors of `model`, cached because a search plans the same model many times."""
-    return build_inventory(model)
-
-
-def _unmodelled_parts(setting: Setting, npu: bool) -> list[str]:
-    parts = ["fragmentation of torch's pool", "workspaces of kernels, memory of a communicator beside its two buffers"]
-    if setting.passes is None:
-        parts.append("activations (line a3 only)")
-    if not npu:
-        parts.append("the KV cache, HCCL's buffers and CANN's context (platform npu only)")
-    return parts
-
-
-def _communicators(run: RunSpec) -> list[dict[str, Any]]:
-    return [
-        {"side": group.side, "group": group.name, "ranks": group.ranks, "buffer_mib": hccl.group_buffer_mib(run, group)}
-        for group in hccl.hccl_groups(run)
-        if group.communicates
-    ]
-
-
 def recomputation(run: RunSpec) -> tuple[PerStage, int]:
     """Return (layers of each stage whose forward pass is recomputed, how many at once); selective counts as none.
 
@@ -396,11 +379,8 @@ def cached_bytes(run: RunSpec) -> int:
     needs them.
     """
     data = run.verl.data
-    columns = 2  # ids of the responses, log-probs of rollout
-    if not run.recipe.train.skip_old_log_prob:
-        columns += 1
-    if run.uses_reference:
-        columns += 1
+    # ids of the responses and log-probs of rollout, of the old policy, of the reference
+    columns = 2 + (not run.recipe.train.skip_old_log_prob) + run.uses_reference
     tokens = data.max_prompt_length + data.max_response_length * columns
     return 4 * data.train_batch_size * run.verl.actor_rollout_ref.rollout.n * tokens
 

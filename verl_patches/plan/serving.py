@@ -5,8 +5,9 @@ from __future__ import annotations
 from omegaconf import DictConfig
 
 from verl_patches.errors import Check, ConfigError, either
+from verl_patches.layout.inventory import build_inventory
 from verl_patches.plan.expected import served_bytes
-from verl_patches.plan.memory_plan import cached_inventory, engine_share
+from verl_patches.plan.memory_plan import engine_share
 from verl_patches.rollout.checks import ascend_checks
 from verl_patches.run import hccl
 from verl_patches.run.resolve import change_config
@@ -39,7 +40,7 @@ def instance_config(config: DictConfig) -> DictConfig:
 
 def instance_checks(run: RunSpec) -> list[Check]:
     """Check that NPUs can run the instance of `instance_config` with this model's weights, as far as modelled."""
-    layout, inventory = run.rollout, cached_inventory(run.trained_model)
+    layout, inventory = run.rollout, build_inventory(run.trained_model)
     weights = sum(served_bytes(inventory, layout, layout.world_size - 1, run.rollout_library))
     tokens = run.verl.actor_rollout_ref.rollout.max_num_batched_tokens
     if not run.splits_prompts:

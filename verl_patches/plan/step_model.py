@@ -193,9 +193,6 @@ class StepInput:
         return self.prompts * self.samples
 
 
-# sizes and rates
-
-
 def memory_s(size_bytes: float) -> float:
     """Return the seconds to move bytes through the die's memory."""
     return size_bytes / (MEMORY_BYTES_PER_S * MEMORY_EFFICIENCY)
@@ -444,15 +441,16 @@ def rollout_s(run: StepInput, constants: Constants) -> float:
     layout, lengths = run.rollout, run.lengths
     replica = run.responses / (layout.world_size / layout.tp)  # layouts have pp 1 here
     mean, last = lengths.mean_of_longest(), lengths.mean_of_longest(run.responses)
-    sequences = max(1.0, min(run.max_num_seqs, replica, _kv_sequences(run, mean)))
+    sequences = min(run.max_num_seqs, replica)
+    if run.kv_bytes is not None:  # as many as the cache holds, at the mean length
+        sequences = min(sequences, run.kv_bytes / run.model.kv_bytes / (lengths.prompt + mean))
+    sequences = max(1.0, sequences)
     syncs = run.dp_syncs * DP_SYNC_S[run.dp_sync] if layout.dp > layout.edp else 0.0
     fixed = constants.engine_step_s + syncs
 
-    def find_tier(running: float) -> float:
-        return next((size for size in sorted(run.graph_sizes) if size >= running), running)
-
     def step(running: float, context: float) -> float:
-        return decode_s(run, running, context, find_tier(running), constants) + fixed
+        tier = next((size for size in sorted(run.graph_sizes) if size >= running), running)
+        return decode_s(run, running, context, tier, constants) + fixed
 
     seconds = _prefill_s(run, replica, constants)
     if replica > sequences:  # a finished response makes room for a waiting one
@@ -480,13 +478,6 @@ def fullest_replica(replicas: int, sequences: float, survival: Sequence[float]) 
     return np.maximum(most * sequences / count, 1.0).tolist()
 
 
-def _kv_sequences(run: StepInput, mean: float) -> float:
-    """Return the number of responses whose KV the cache holds, at the mean length of prompt and response."""
-    if run.kv_bytes is None:
-        return math.inf
-    return run.kv_bytes / run.model.kv_bytes / (run.lengths.prompt + mean)
-
-
 def _prefill_s(run: StepInput, replica: float, constants: Constants) -> float:
     """Return the seconds of a replica's eager prefill, in pieces of the token budget that each read the weights."""
     model, layout = run.model, run.rollout
@@ -497,9 +488,6 @@ def _prefill_s(run: StepInput, replica: float, constants: Constants) -> float:
     flops = forward_flops(model, tokens / max(1, pieces), run.lengths.prompt) / layout.tp
     one = max(model.num_hidden_layers * EAGER_LAYER_S, read + compute_s(flops)) + constants.engine_step_s
     return pieces * one
-
-
-# the weight sync and the host
 
 
 def verl_sync(model: ModelShape, train: ParallelLayout) -> SyncTraffic:

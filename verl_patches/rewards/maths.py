@@ -17,7 +17,7 @@ import re
 from typing import Any
 
 from verl_patches.errors import ConfigError
-from verl_patches.recipe import CPU_LIMIT_S, FORMAT_WEIGHT, MAX_FORMAT_WEIGHT
+from verl_patches.recipe import CPU_LIMIT_S, FORMAT_WEIGHT
 from verl_patches.rewards.helper_process import CallError, HelperProcess
 
 TAIL_CHARS = 65_536  # a box further from the end than this is not an answer; it also bounds the time
@@ -39,13 +39,8 @@ def compute_score(
     Returns score in 0..1 (as above), acc (1.0 if the answer is right) and format (1.0 if there is a closed, non-empty
     last box); the keys are the same for every response, as verl requires. `format_weight` and `cpu_limit_s` (of one
     comparison) are keys of an entry of recipe.rewards. May be called from any thread or process. Raises ConfigError for
-    a gold answer that is empty or not a string or number, and for an invalid `format_weight`.
+    a gold answer that is empty or not a string or number.
     """
-    if not 0.0 <= format_weight <= MAX_FORMAT_WEIGHT:
-        raise ConfigError(
-            f"reward: format_weight must be in 0..{MAX_FORMAT_WEIGHT}, found {format_weight}: set it in the entry of "
-            "recipe.rewards, or in custom_reward_function.reward_kwargs"
-        )
     gold = str(ground_truth) if isinstance(ground_truth, str | int | float) else ""
     if not gold.strip():
         raise ConfigError(
@@ -56,9 +51,7 @@ def compute_score(
     answer = last_box(solution_str) or ""
     well_formed = 0 < len(answer) <= MAX_ANSWER_CHARS
     correct = well_formed and (answer == gold.strip() or _are_equal(gold, answer, cpu_limit_s))
-    score = float(format_weight) if well_formed else 0.0
-    if correct:
-        score = 1.0
+    score = 1.0 if correct else float(format_weight * well_formed)
     return {"score": score, "acc": float(correct), "format": float(well_formed)}
 
 

@@ -46,7 +46,9 @@ def write_decode_kv(forward: Callable) -> Callable:
             count = attn_metadata.num_decode_tokens
             cos, sin = _cos_sin(self.rotary_emb, attn_metadata.decode.input_positions, hidden_states.dtype)
             self.exec_kv_prefill(hidden_states[:count], cos, sin, kv_cache, attn_metadata.slot_mapping[:count])
-            attn_metadata = _as_chunked_prefill(attn_metadata)
+            states = type(attn_metadata.attn_state)
+            if attn_metadata.attn_state == states.PrefillNoCache:
+                attn_metadata = replace(attn_metadata, attn_state=states.ChunkedPrefill)
         return forward(self, layer, hidden_states_or_q_c, hidden_states, k_pe, kv_cache, attn_metadata, *args, **kwargs)
 
     return forward_after_decode_kv
@@ -58,13 +60,6 @@ def _is_mixed(impl: Any, attn_metadata: Any) -> bool:
         return False
     states = type(attn_metadata.attn_state)
     return attn_metadata.num_decodes > 0 and attn_metadata.attn_state not in (states.DecodeOnly, states.SpecDecoding)
-
-
-def _as_chunked_prefill(attn_metadata: Any) -> Any:
-    states = type(attn_metadata.attn_state)
-    if attn_metadata.attn_state != states.PrefillNoCache:
-        return attn_metadata
-    return replace(attn_metadata, attn_state=states.ChunkedPrefill)
 
 
 def _cos_sin(rotary: Any, positions: Any, dtype: Any) -> tuple[Any, Any]:

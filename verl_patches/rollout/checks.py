@@ -51,8 +51,6 @@ def ascend_checks(run: RunSpec) -> Iterator[Check]:
 
 def _scheduler(run: RunSpec) -> Iterator[Check]:
     options, recipe = run.ascend, run.recipe.rollout
-    if not (options.get("ascend_scheduler_config") or {}).get("enabled"):
-        return
     if not run.splits_prompts and options.get("chunked_prefill_for_mla") and recipe.ascend.prefix_caching:
         text = (
             f"{_ASCEND}: scheduler=ascend, chunked_prefill_for_mla and prefix_caching are all on; expected one of them "

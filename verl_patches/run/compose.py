@@ -76,13 +76,14 @@ def compose_config(config_name: str, overrides: Sequence[str] = (), *, verl_path
     from hydra.errors import HydraException
 
     name = config_name.removesuffix(".yaml")
-    runs = [path.stem for path in sorted(CONFIGS_DIR.glob("*.yaml")) if _is_run_config(path)]
+    runs = [path.stem for path in sorted(CONFIGS_DIR.glob("*.yaml")) if path.is_file() and _is_run_config(path)]
     if name not in runs:
         raise ConfigError(
             f"config {config_name}: expected one of {', '.join(runs) or 'none'}, found no such run in {CONFIGS_DIR}; "
             "put a file of your own there, with `algo: NAME` at the end of its defaults (docs/configuration.md)"
         )
-    overrides = _with_layout_folder(overrides)
+    line = next((word.partition("=")[2] for word in reversed(overrides) if word.startswith("recipe.line=")), LINES[0])
+    overrides = [re.sub("^layout=(?=[^/]+$)", f"layout={line}/", word) for word in overrides]
     _check_overrides(overrides)
     overrides = [_quote_home(override) for override in overrides]
     upstream = verl_config_dir(verl_path)
@@ -138,16 +139,7 @@ def write_reward_models(config: DictConfig) -> None:
 
 def _is_run_config(path: Path) -> bool:
     """Return whether a file of configs/ has an algorithm in its defaults; base files and the pin file have none."""
-    try:
-        return re.search(rb"(?m)^defaults:[^#]*\balgo: ?\w", path.read_bytes()) is not None
-    except OSError:
-        return False
-
-
-def _with_layout_folder(overrides: Sequence[str]) -> list[str]:
-    """Return `overrides` with layout=NAME as layout=LINE/NAME, of the line that they choose."""
-    line = next((word.partition("=")[2] for word in reversed(overrides) if word.startswith("recipe.line=")), LINES[0])
-    return [re.sub("^layout=(?=[^/]+$)", f"layout={line}/", word) for word in overrides]
+    return re.search(rb"(?m)^defaults:[^#]*\balgo: ?\w", path.read_bytes()) is not None
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:

@@ -58,22 +58,16 @@ def rewrite_engine_options(config: DictConfig) -> None:
     if not as_npu(config.recipe.platform):
         return
     values, rollout = OmegaConf.to_container(config.recipe.rollout.ascend), config.actor_rollout_ref.rollout
-    seats = OmegaConf.select(rollout, "engine_kwargs.vllm.max_num_seqs")
+    seats = OmegaConf.select(rollout, "engine_kwargs.vllm.max_num_seqs") or 0
     values["scheduler"] = values["scheduler"] == "ascend"
     if values["graph_batch_sizes"] is None:
-        values["graph_batch_sizes"] = decode_graph_sizes(config, seats) if seats and values["graphs"] else []
+        # at level tuned also 8, 16, 32, ... below the seats, unless no response ends early and batches never shrink
+        several = config.recipe.level == LEVELS[-1] and not rollout.ignore_eos
+        smaller = [8 << n for n in range(seats.bit_length()) if several and 8 << n < seats]
+        values["graph_batch_sizes"] = [*smaller, seats] if seats and values["graphs"] else []
     for key, place in OPTION_PATHS.items():
         OmegaConf.update(config, f"{OPTIONS_KEY}.{place}", values[key], merge=False, force_add=True)
     # verl refuses to free the cache engine in graph mode:
     # verl.workers.rollout.vllm_rollout.vllm_rollout_spmd.vLLMRollout.__init__
     for name in _GRAPH_DECIDED_KEYS:
         rollout[name] = not values["graphs"]
-
-
-def decode_graph_sizes(config: DictConfig, seats: int) -> list[int]:
-    """Return the batch sizes of decode graphs of a composed `config` that names none; `seats`: max_num_seqs.
-
-    At level tuned there are also 8, 16, 32, ... below it, unless no response ends early and batches never shrink.
-    """
-    several = config.recipe.level == LEVELS[-1] and not config.actor_rollout_ref.rollout.ignore_eos
-    return [*(8 << n for n in range(seats.bit_length()) if several and 8 << n < seats), seats]

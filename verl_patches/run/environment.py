@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from verl_patches.patching.switches import PATCHES_VAR
@@ -40,7 +40,7 @@ class Variable:
     value: str
     reason: str
     where: str = "workers"
-    read_by: str = ""
+    read_by: str = field(kw_only=True)
 
 
 def environment_variables(run: RunSpec, temp_dir: str | None = None) -> list[Variable]:
@@ -64,7 +64,11 @@ def environment_variables(run: RunSpec, temp_dir: str | None = None) -> list[Var
     elif run.as_npu:
         variables |= _npu_variables(run)
     if run.recipe.platform == "npu_emulated":
-        variables |= _emulated_variables(run)
+        graphs = not run.verl.actor_rollout_ref.rollout.enforce_eager
+        variables |= _CPU_HOST_VARIABLES
+        variables |= dict.fromkeys(INTERFACE_VARIABLES, _CPU_HOST_VARIABLES["GLOO_SOCKET_IFNAME"])
+        traced = "graphs are traced as on a device" if graphs else "nothing is compiled"
+        variables["TORCHDYNAMO_DISABLE"] = ("0" if graphs else "1", traced)
     variables |= {
         logger.folder[0]: (logger.folder[1].format(run.folder), f"{name} writes into the run's folder")
         for name, logger in {"tensorboard": LOGGERS["tensorboard"], **chosen_loggers(run.verl.trainer.logger)}.items()
@@ -72,8 +76,7 @@ def environment_variables(run: RunSpec, temp_dir: str | None = None) -> list[Var
     }
     variables |= _driver_variables(run, temp_dir)
     pins, line = load_pins(), run.recipe.line
-    made = (Variable(name, *entry) for name, entry in variables.items())
-    return [replace(each, read_by=pins.read_by(each.name, line)) for each in made]
+    return [Variable(name, *entry, read_by=pins.read_by(name, line)) for name, entry in variables.items()]
 
 
 _CPU_HOST_VARIABLES = {  # of the platforms cpu and npu_emulated
@@ -83,27 +86,12 @@ _CPU_HOST_VARIABLES = {  # of the platforms cpu and npu_emulated
     "RAY_DEDUP_LOGS": ("0", "every rank's log lines are kept"),
     "HF_HUB_OFFLINE": ("1", "model and tokenizer are local folders"),
 }
-
-
 _CPU_VARIABLES = {  # of platform cpu
     **_CPU_HOST_VARIABLES,
     "VLLM_USE_V1": ("0", "vLLM 0.9.1 supports MLA on a CPU with engine V0 only"),
     "VLLM_CPU_KVCACHE_SPACE": ("1", "GiB of KV cache for each rank; unset means 4"),
     "TORCHDYNAMO_DISABLE": ("1", "compiling costs more than a tiny model's step"),
 }
-
-
-def _emulated_variables(run: RunSpec) -> dict[str, tuple[str, ...]]:
-    """Return the variables of an emulated NPU, which replace some of those of an NPU."""
-    graphs = not run.verl.actor_rollout_ref.rollout.enforce_eager
-    traced = "graphs are traced as on a device" if graphs else "nothing is compiled"
-    return {
-        **_CPU_HOST_VARIABLES,
-        **dict.fromkeys(
-            INTERFACE_VARIABLES, ("lo", "all ranks are on this machine; nothing listens on other interfaces")
-        ),
-        "TORCHDYNAMO_DISABLE": ("0" if graphs else "1", traced),
-    }
 
 
 def _socket_variables(run: RunSpec) -> dict[str, tuple[str, ...]]:

@@ -22,12 +22,12 @@ from verl_patches.patching.fingerprint import source_file
 from verl_patches.rewards.parts import SHORT_FORM
 from verl_patches.run.compose import has_own_dataset
 from verl_patches.run.resolve import model_changes
-from verl_patches.run.run_start import start_checkpoints
+from verl_patches.run.run_start import run_checkpoints_home
 from verl_patches.shared_files import disk_folder, file_fault, free_bytes
 from verl_patches.spec import RunSpec
 from verl_patches.values import size_text
 from verl_patches.weights.manifest import TRACKER, read_manifest
-from verl_patches.weights.run_folders import value_model_folder
+from verl_patches.weights.run_folders import CHECKPOINTS, value_model_folder
 from verl_patches.weights.source import open_source
 
 _DATA_KEYS = ("data.train_files", "data.val_files")
@@ -247,7 +247,8 @@ def disk_needs(run: RunSpec) -> list[DiskNeed]:
         text += f", {size_text(size)} each (modelled), including the one that is being written"
         keys = "trainer.default_local_dir, trainer.save_freq, trainer.max_actor_ckpt_to_keep"
         keys += f" (now {'null: all' if kept is None else kept})"
-        needs.append(DiskNeed("checkpoints", start_checkpoints(run), size * (count or 2), text, keys))
+        folder = run_checkpoints_home(run) / (run.start.name or "START") / CHECKPOINTS  # START: not made yet
+        needs.append(DiskNeed("checkpoints", folder, size * (count or 2), text, keys))
     return needs
 
 

@@ -8,7 +8,7 @@ join Ray: Ray ends a process that has joined it when the head goes away. JSON is
 
     {}                          list the living nodes; nothing runs on them
     {job, nodes, limit_s}       wait, without joining Ray and for limit_s at most, until so many nodes of a job are
-                                alive; then list all nodes as `_gcs_nodes` does
+                                alive; then list all nodes as `_wait_for_nodes` does
     {command, cwd, limit_s}
                                 run `python COMMAND --head HOST:PORT` on each node, in the folder `cwd` and in the
                                 environment of its raylet, which is that of the run's workers
@@ -41,8 +41,6 @@ HEAD_S = 15  # limit for Ray's head to answer at all
 
 
 # the ports of Ray on a node, and a node's `ray start` command; no other file makes either
-
-
 HEAD_PORT = 6379
 SERVICES = (  # (name, option of `ray start`) of every node's services; their ports follow each other from `first` on
     ("node manager", "node-manager-port"),
@@ -95,7 +93,6 @@ def ray_start(
     device: Mapping[str, int],
     ports: RayPorts = RayPorts(),
     dashboard: bool = False,
-    labels: Mapping[str, str] | None = None,
     temp_dir: str | None = None,
 ) -> list[str]:
     """Return the words of a node's `ray start` command; the dashboard listens on the loopback of the head.
@@ -113,11 +110,7 @@ def ray_start(
     words += [f"--{option}={port}" for option, port in ports.options(is_head).items()]
     for name, number in device.items():
         words.append(f"--num-gpus={number}" if name == "GPU" else f"--resources={json.dumps({name: number})}")
-    words += [f"--labels={json.dumps(dict(labels))}"] if labels else []
     return words
-
-
-# requests to the nodes of a running Ray
 
 
 def ask_nodes(request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
@@ -283,46 +276,34 @@ def answer_request(request: Mapping[str, Any]) -> dict[str, Any]:
     kind = _node_class()
     actors, limit_s = [start_on_node(kind, node["id"]) for node in nodes], request["limit_s"]
     command = [*request["command"], "--head", ray.get_runtime_context().gcs_address]
-    answers = _command_results([actor.run.remote(command, limit_s, request.get("cwd")) for actor in actors], limit_s)
-    for node, actor, answer in zip(nodes, actors, answers, strict=True):
+    calls = [actor.run.remote(command, limit_s, request.get("cwd")) for actor in actors]
+    for node, actor, answer in zip(nodes, actors, call_results(calls, limit_s + CALL_S), strict=True):
+        if isinstance(answer, ray.exceptions.RayError):
+            answer = {"code": 1, "output": "", "error": error_line(answer)}
         node["answer"] = answer
         node["clock"] = None if answer is None else _clock_offset(actor)
     return {"nodes": nodes}
 
 
-def _command_results(calls: Sequence[Any], limit_s: float) -> list[dict[str, Any] | None]:
-    """Return `call_results` of the calls, with {code, output, error} for a call that failed."""
-    import ray
-
-    answers = call_results(calls, limit_s + CALL_S)
-    failed = ray.exceptions.RayError
-    return [{"code": 1, "output": "", "error": error_line(one)} if isinstance(one, failed) else one for one in answers]
-
-
 def _wait_for_nodes(address: str, job: str, nodes: int, limit_s: float) -> list[dict[str, Any]]:
+    """Return [{address, rank, job, alive}] of all nodes that Ray's GCS has known, newest last."""
     from ray._raylet import GcsClient  # type: ignore[attr-defined]  # compiled; its stub has other names
 
     client, end = GcsClient(address=address), time.monotonic() + limit_s
     while True:
-        known = _gcs_nodes(client)
+        known = [
+            {
+                "address": node.node_manager_address,
+                "rank": int(node.labels[RANK_LABEL]) if RANK_LABEL in node.labels else None,
+                "job": node.labels.get(JOB_LABEL),
+                "alive": node.state == 0,  # GcsNodeInfo.ALIVE
+            }
+            for node in sorted(client.get_all_node_info(timeout=10).values(), key=lambda node: node.start_time_ms)
+        ]
         in_job = {node["rank"] for node in known if node["alive"] and node["job"] == job}
         if len(in_job) >= nodes or time.monotonic() >= end:
             return known
         time.sleep(POLL_S)
-
-
-def _gcs_nodes(client: Any) -> list[dict[str, Any]]:
-    """Return [{address, rank, job, alive}] of all nodes that Ray's GCS has known, newest last."""
-    known = sorted(client.get_all_node_info(timeout=10).values(), key=lambda node: node.start_time_ms)
-    return [
-        {
-            "address": node.node_manager_address,
-            "rank": int(node.labels[RANK_LABEL]) if RANK_LABEL in node.labels else None,
-            "job": node.labels.get(JOB_LABEL),
-            "alive": node.state == 0,  # GcsNodeInfo.ALIVE
-        }
-        for node in known
-    ]
 
 
 def _clock_offset(actor: Any) -> dict[str, float] | None:

@@ -12,7 +12,7 @@ import psutil
 from omegaconf import OmegaConf
 
 from verl_patches.errors import ConfigError
-from verl_patches.run.run_start import recipe_saves_checkpoints, run_homes
+from verl_patches.run.run_start import recipe_saves_checkpoints, run_checkpoints_home
 from verl_patches.shared_files import LOCK, can_write_below, locked_folder
 from verl_patches.spec import NextStart, RunSpec
 from verl_patches.trainer.record import Progress
@@ -77,10 +77,9 @@ def make_start_folder(run: RunSpec, start: NextStart) -> str:
         name = take_start(homes, start.parent, source)
     except OSError as error:
         raise ConfigError(f"{homes[0]}: {_WRITABLE_FOLDER}, found: {error}") from error
-    fresh = f"trainer.resume_mode=auto: no start of {run.recipe.run} has a checkpoint, starting from step 1"
-    begins = run.verl.trainer.resume_mode == "auto" and start.resumed is None and recipe_saves_checkpoints(run)
-    if begins:
-        Progress(homes[0] / name).say(f"| {fresh}")
+    if run.verl.trainer.resume_mode == "auto" and start.resumed is None and recipe_saves_checkpoints(run):
+        fresh = f"| trainer.resume_mode=auto: no start of {run.recipe.run} has a checkpoint, starting from step 1"
+        Progress(homes[0] / name).say(fresh)
     return name
 
 
@@ -100,7 +99,8 @@ def begin_without_launcher(run: RunSpec, held: ExitStack) -> RunSpec:
 
 def _start_homes(run: RunSpec) -> list[Path]:
     """Return the run's folder, and that of its checkpoints if it is another one and verl itself does not save them."""
-    return run_homes(run) if recipe_saves_checkpoints(run) else [run.home]
+    home, saved = run.home, run_checkpoints_home(run)
+    return [home] if home.resolve() == saved.resolve() or not recipe_saves_checkpoints(run) else [home, saved]
 
 
 def lock_folder(folder: Path, keys: str) -> AbstractContextManager:

@@ -33,20 +33,9 @@ from verl_patches.weights.run_folders import (
 )
 
 
-def run_homes(run: RunSpec) -> list[Path]:
-    """Return the run's folder, and the folder of its checkpoints where that is another one."""
-    home, saved = run.home, run_checkpoints_home(run)
-    return [home] if home.resolve() == saved.resolve() else [home, saved]
-
-
 def run_checkpoints_home(run: RunSpec) -> Path:
     """Return the folder of the run's name that holds its checkpoints."""
     return checkpoints_home(run.home, run.verl.trainer.default_local_dir)
-
-
-def start_checkpoints(run: RunSpec) -> Path:
-    """Return the folder of a start's checkpoints; START stands for the name of a start that does not exist yet."""
-    return run_checkpoints_home(run) / (run.start.name or "START") / CHECKPOINTS
 
 
 def recipe_saves_checkpoints(run: RunSpec) -> bool:

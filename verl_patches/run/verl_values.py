@@ -7,6 +7,7 @@ in verl's ppo_megatron_trainer.yaml, and is not checked where that is null or an
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
@@ -178,17 +179,11 @@ def check_verl_values(config: Mapping[str, Any], base: Mapping[str, Any]) -> Non
 def _deleted_key_faults(config: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
     """Return a fault for keys of verl's config that an override has removed: by ~key, or by a value for a section."""
     required = [key for key, _ in leaves(base) if not key.startswith(f"{_VLLM}.")]  # that section may be null
-    if not (gone := [key for key in required if not _has_key(config, key)]):
+    held = {above for key, _ in leaves(config) for above in itertools.accumulate(key.split("."), "{}.{}".format)}
+    if not (gone := [key for key in required if key not in held]):
         return []
     todo = "remove the override ~KEY, or the one that replaces its section"
     return [f"{', '.join(gone[:3])} is missing; expected all keys of verl's config: {todo}"]
-
-
-def _has_key(section: Any, key: str) -> bool:
-    name, _, rest = key.partition(".")
-    if not isinstance(section, Mapping) or name not in section:
-        return False
-    return not rest or _has_key(section[name], rest)
 
 
 def _missing_key_faults(config: Mapping[str, Any]) -> Iterator[str]:
@@ -198,9 +193,6 @@ def _missing_key_faults(config: Mapping[str, Any]) -> Iterator[str]:
         yield "actor_rollout_ref.actor.shuffle is true, which needs actor_rollout_ref.actor.data_loader_seed=N"
     if config["data"]["custom_cls"]["path"] and not config["data"]["custom_cls"]["name"]:
         yield "data.custom_cls.path is given, which needs data.custom_cls.name"
-
-
-# the keys of the recipe
 
 
 _ASCEND_PREFIX = "recipe.rollout.ascend."

@@ -11,7 +11,7 @@ import glob
 import os
 import platform
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -52,7 +52,12 @@ def compare_pins(line: str | None = None, machine: Machine | None = None, trees:
     machine, pins = machine or Machine(), load_pins()
     name = line or parse_switches(machine.environ.get(PATCHES_VAR, "")).line
     pinned = pins.line(name)
-    sources = [*_source_findings(name, pinned, package_roots(name, trees or Trees()))]
+    roots = package_roots(name, trees or Trees())
+    sources = [*source_findings(pinned, roots)]
+    named = {package: key for key, repository in pinned.repositories.items() for package in repository.packages}
+    for package in (each for each in PACKAGES[name] if each not in roots):
+        todo = f"{FETCH_HINT}; then install it, or give --upstream DIR" if package in named else SETUP_HINT
+        sources.append(Finding(named.get(package, package), "problem", package, "a package", "not importable", todo))
     compared = {finding.name for finding in sources}
     findings = [_python_finding(pinned, machine)]
     findings += [
@@ -64,9 +69,9 @@ def compare_pins(line: str | None = None, machine: Machine | None = None, trees:
     return Report("versions", name, tuple(findings))
 
 
-def installed_line(machine: Machine | None = None) -> str | None:
+def installed_line() -> str | None:
     """Return the line whose pinned packages are all installed; None without one."""
-    machine = machine or Machine()
+    machine = Machine()
     for name, line in load_pins().lines.items():
         if all(_package_finding(key, version, machine).state == "fine" for key, version in line.packages.items()):
             return name
@@ -124,13 +129,3 @@ def _ascend_version(name: str, machine: Machine) -> tuple[str | None, str]:
         if version:
             return version.strip('"'), file
     return None, str(pattern)
-
-
-def _source_findings(name: str, pinned: Line, roots: Mapping[str, Path]) -> Iterator[Finding]:
-    """Yield a finding for each upstream package of the line: the comparison with its pin, or how to get it."""
-    yield from source_findings(pinned, roots)
-    named = {package: key for key, repository in pinned.repositories.items() for package in repository.packages}
-    for package in PACKAGES[name]:
-        if package not in roots:
-            todo = f"{FETCH_HINT}; then install it, or give --upstream DIR" if package in named else SETUP_HINT
-            yield Finding(named.get(package, package), "problem", package, "a package", "not importable", todo)

@@ -149,7 +149,6 @@ def _refusal(key: str, value: Any, why: str) -> Setting:
 
 Get = Callable[[str], Any]
 _A, _O, _R, _M = "actor.megatron.", "actor.optim.", "recipe.train.", "model.gradient_checkpointing_kwargs."
-SECTIONS = ("actor.megatron", "actor.optim", "model.gradient_checkpointing_kwargs")
 
 
 class Key(NamedTuple):
@@ -369,8 +368,7 @@ def engine_settings(section: Any, recipe: Recipe, hf_config: Mapping[str, Any] |
     given = dict(leaves(values, ends=lambda key: key.endswith("override_transformer_config")))
     rows = [_engine_setting(row, given.get) for row in TABLE]
     known = {row.key for row in TABLE}
-    prefixes = tuple(f"{section}." for section in SECTIONS)
-    unknown = {key: value for key, value in given.items() if key.startswith(prefixes) and key not in known}
+    unknown = {key: value for key, value in given.items() if key.startswith((_A, _O, _M)) and key not in known}
     rows += [_refusal(*item, f"unknown key; {_UNMAPPED_REMEDY}") for item in unknown.items()]
     rows += [Setting("always", None, "fixed", arguments, why) for arguments, why in ENGINE_ARGUMENTS]
     return rows + (model_settings(hf_config) if hf_config is not None else [])

@@ -142,7 +142,8 @@ def _parse_arguments(words: list[str]) -> Namespace:
 
     with _replaced_argv(words), _redirect_prints("Megatron's arguments"):
         args = arguments.parse_args()
-        requested = _requested_values(words, args)
+        names = {word[2:].replace("-", "_") for word in words if word.startswith("--")}
+        requested = {name: copy.copy(value) for name, value in vars(args).items() if name in names}
         arguments.validate_args(args)
         _validate_with_mindspeed(args)
     changed = [
@@ -153,12 +154,6 @@ def _parse_arguments(words: list[str]) -> Namespace:
     if changed:
         raise ConfigError("Megatron's or MindSpeed's validators changed these arguments:\n  " + "\n  ".join(changed))
     return args
-
-
-def _requested_values(words: list[str], args: Namespace) -> dict[str, Any]:
-    """Return {attribute: parsed value} of the arguments in `words` that have the name of their attribute."""
-    names = {word[2:].replace("-", "_") for word in words if word.startswith("--")}
-    return {name: copy.copy(value) for name, value in vars(args).items() if name in names}
 
 
 def _validate_with_mindspeed(args: Namespace) -> None:

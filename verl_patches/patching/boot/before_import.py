@@ -65,7 +65,8 @@ def _execute_module(loader: Any, module: ModuleType) -> None:
 
 
 def _run_prelude() -> None:
-    if PATCHES_VAR not in os.environ and _is_ray_worker():
+    ray = sys.modules.get("ray._private.worker")
+    if PATCHES_VAR not in os.environ and ray is not None and ray.global_worker.mode == ray.WORKER_MODE:
         import socket
 
         raise ConfigError(
@@ -81,8 +82,3 @@ def _run_prelude() -> None:
             f"it needs on this process's PYTHONPATH, or remove the .pth file: "
             f"{our_command('install-prelude', '--undo')}"
         ) from error
-
-
-def _is_ray_worker() -> bool:
-    ray = sys.modules.get("ray._private.worker")
-    return ray is not None and ray.global_worker.mode == ray.WORKER_MODE

@@ -50,7 +50,7 @@ def check_visible_die(visible: int) -> None:
             "before Ray set the variable. Remove calls of torch.npu that run before `import verl`, as in a set-up hook"
         )
     if fault:
-        raise ConfigError(f"{_rank_text()}: {fault}")
+        raise ConfigError(f"rank {os.environ.get('RANK')} (pid {os.getpid()} on {socket.gethostname()}): {fault}")
 
 
 def set_interface(nodes: int, interface: str | None = None, head: str | None = None) -> None:
@@ -133,7 +133,3 @@ def _ray_head_address() -> str:
             f"{', '.join(INTERFACE_VARIABLES)} in its environment"
         )
     return ray.get_runtime_context().gcs_address
-
-
-def _rank_text() -> str:
-    return f"rank {os.environ.get('RANK')} (pid {os.getpid()} on {socket.gethostname()})"
