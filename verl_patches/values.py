@@ -181,26 +181,38 @@ _TYPES |= {"null": "null", "object": "a section"}
 
 # -- secrets, which are never written to a file or a log: found by a key's or variable's name, or by a value's form ----
 
-_SECRET_NAME = re.compile(
-    r"(?i:secret|passw(?:or)?d|passphrase|credential|(?:api|auth|access|private|ssh|hf|hub|account)[_-]?key)"
-    r"|(?i:token|_(?:pass|pwd|pat|auth))[0-9_]*$|KEY[0-9_]*$"
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
+_SECRET_NAME = re.compile(  # matches a name's words in lower case, "_" before each, without numbers at the end
+    r"_[a-z]*(?:secrets?|passwords?|passwd|passphrase|credentials?)(?:_|$)|_(?:authorization|bearer|cookies?)(?:_|$)"
+    r"|_[a-z]*(?:api|auth|access|secret|private|signing)_?(?:keys?|token)(?:_|$)"
+    r"|_(?:hf|hub|wandb|swanlab|openai|github|gitlab|aws|db|ssh|license|account|encryption|bot|refresh|session)"
+    r"_?(?:keys?|token)(?:_|$)"
+    r"|_(?:pass|o?auth|[a-z]*token)$|[a-z]_(?:pwd|pat)$"
 )
-_NO_SECRET_NAME = re.compile(
-    r"(?i)(?:file|path|dir)$|(?:^|_)(?:eos|bos|pad|unk|sep|special|start|end|stop|max|min)_?token$"
+_NO_SECRET_NAME = re.compile(  # a secret's file or path, a switch of logins, tokens of text, and words such as monkey
+    r"_(?:file|path|dir|sock|authentication)$|_(?:mon|tur|don|hot)key$"
+    r"|_(?:eos|bos|pad|unk|sep|cls|mask|image|video|special|start|end|stop|max|min|num|n|new|per)_?token$"
 )
-# a variable, switch or count
-_HARMLESS_VALUE = re.compile(r"(?i)\$.*|yes|no|true|false|on|off|none|null|-?[0-9.]{1,6}")
+_HARMLESS = re.compile(  # NAME=value of a variable ($X), a switch (use_auth_token=true) or a count (n_pass=8)
+    r"(?is)[^=]*=(?:\$.*|yes|no|true|false|none|null|on|off)|[^=]*(?:pass|auth|token)=-?[0-9]{1,3}(?:\.[0-9]+)?"
+)
 _SECRET_VALUE = re.compile(
     r"\bhf_[A-Za-z0-9]{20}|(?<![\w/.-])sk-[A-Za-z0-9_-]{20,}(?![\w/-])"  # except a folder of a path: /data/sk-NAME/x
-    r"|\bgh[pousr]_[A-Za-z0-9]{30}|\bgithub_pat_\w{20}|\bglpat-[\w-]{20}|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"
+    r"|\bgh[pousr]_[A-Za-z0-9]{30}|\bgithub_pat_\w{20}|\bglpat-[\w-]{20}"
+    r"|\bxox[abprs]-[\w-]{10}|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bAIza[\w-]{35}|\beyJ[\w-]{10,}\.eyJ[\w-]{10}"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY|://[^/\s:@]+:[^/\s@$]+@"
 )
 _ASSIGNMENT = re.compile(r"([\w.-]+)=(?=([^,;\s]+))")  # --export=NAME=value has two matches
 
 
 def is_secret_variable(name: str) -> bool:
-    """Return whether a name says that its value is a secret: HF_TOKEN, DB_PASS, api_key; not eos_token, prompt_key."""
-    return _SECRET_NAME.search(name) is not None and _NO_SECRET_NAME.search(name) is None
+    """Return whether a name says that its value is a secret: HF_TOKEN, DB_PASS, api_key; not eos_token, prompt_key.
+
+    A name in capitals, as variables have, is secret wherever it ends in KEY: SSH_KEY, OPENAIKEY.
+    """
+    words = "".join(f"_{word.lower()}" for word in _WORD.findall(name)).rstrip("_0123456789")
+    found = _SECRET_NAME.search(words) or (name.isupper() and words.endswith("key"))
+    return bool(found) and not _NO_SECRET_NAME.search(words)
 
 
 def is_secret_value(text: str) -> bool:
@@ -212,7 +224,7 @@ def is_secret(key: str, value: Any) -> bool:
     """Return whether a key of a configuration, or an option, has a secret as its value; $NAME only refers to one."""
     if not isinstance(value, str) or not value.strip():
         return False
-    return is_secret_value(value) or (is_secret_variable(key) and not _HARMLESS_VALUE.fullmatch(value))
+    return is_secret_value(value) or (is_secret_variable(key) and not _HARMLESS.fullmatch(f"{key}={value}"))
 
 
 def secret_options(words: Sequence[str]) -> list[str]:

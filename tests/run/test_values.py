@@ -34,7 +34,7 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     ("recipe.train.layers_per_stage=[3,0]", r"layers_per_stage is \[3, 0\]"),
     ("recipe.run=é", "in quotes"),
     ("~trainer.n_gpus_per_node", "trainer.n_gpus_per_node is missing"),
-    (f"{ROLLOUT}.engine_kwargs=null", f"{ROLLOUT}.engine_kwargs.* is missing"),
+    (f"{ROLLOUT}.engine_kwargs=null", f"{ROLLOUT}.engine_kwargs is null; expected a section"),
     ("data.custom_cls.path=mine.py", "needs data.custom_cls.name"),
 ])  # fmt: skip
 def test_a_wrong_value_is_refused_by_its_key(override, words):
@@ -105,12 +105,16 @@ def test_any_value_is_refused_or_checked(key, value):
 
 
 SECRET_NAMES = """
-HF_TOKEN APIKEY WANDB_API_KEY SSH_KEY DB_PASS PASSWORD MYSQL_PWD GITHUB_PAT AWS_SECRET_ACCESS_KEY CLIENT_SECRET
-accessKey hfToken HF_TOKEN_2 hf_token token api_key AWS_ACCESS_KEY_ID my_password_prod sas_token account_key
+HF_TOKEN HFTOKEN TOKEN APIKEY WANDB_API_KEY KEY SSH_KEY BASIC_AUTH DB_PASS PASSWORD PGPASSWORD REGISTRY_PASSWD MYSQL_PWD
+GITHUB_PAT AWS_SECRET_ACCESS_KEY CLIENT_SECRET CREDENTIALS accessKey hfToken HF_TOKEN_2 SSH_KEY2 hf_token token auth
+api_key clientSecret AWS_ACCESS_KEY_ID WANDBKEY SESSION_COOKIE OPENAIKEY wandb_token wandb_key api_token bearer_token
+license_key hub_key hf_key db_pass db_pwd x_auth cookie passwords secret_value my_password_prod gitlab_token
+swanlab_token sas_token account_key encryption_key
 """
 OTHER_NAMES = """
-MAX_TOKEN_NUM KEY_CACHE_SIZE AUTH_MODE TOKENIZERS_PARALLELISM MAX_TOKENS PATH PWD COMPASS AUTHOR HF_TOKEN_PATH KEY_FILE
-prompt_key reward_fn_key eos_token tokenizer num_key_value_heads key pass_at_k val_pass_k pad_token num_tokens
+MAX_TOKEN_NUM KEY_CACHE_SIZE AUTH_MODE TOKENIZERS_PARALLELISM MAX_TOKENS PATH PWD COMPASS BYPASS AUTHOR MONKEY
+HF_TOKEN_PATH SSH_AUTH_SOCK KEY_FILE prompt_key reward_fn_key eos_token tokenizer num_key_value_heads key pass_at_k
+PasswordAuthentication val_pass_k max_token pad_token num_tokens OLDPWD author
 """
 
 
@@ -118,15 +122,21 @@ def test_secrets_are_known_by_name():
     assert [name for name in SECRET_NAMES.split() if not is_secret_variable(name)] == []
     assert [name for name in OTHER_NAMES.split() if is_secret_variable(name)] == []
     assert is_secret("hf_token", "x") and not any(is_secret("hf_token", value) for value in ("", 3, None, "$HF_TOKEN"))
-    assert not is_secret("n_pass", "8") and not is_secret("use_auth_token", "true")
+    assert not is_secret("n_pass", "8") and not is_secret("use_auth_token", "true") and is_secret("password", "8")
 
 
 def test_secrets_are_known_by_their_form():
-    forms = ["hf_" + "a" * 34, "sk-" + "a1" * 20, "ghp_" + "a" * 36, "AKIA" + "A1" * 8, "https://me:word@host/x"]
-    forms.append("-----BEGIN RSA PRIVATE KEY-----")
+    forms = [
+        "hf_" + "a" * 34,
+        "sk-" + "a1" * 20,
+        "ghp_" + "a" * 36,
+        "AKIA" + "A1" * 8,
+        "-----BEGIN RSA PRIVATE KEY-----",
+    ]
+    forms += ["https://me:word@host/x", "glpat-" + "a" * 20, "xoxb-1234567890-a", "eyJ" + "a" * 12 + ".eyJ" + "b" * 12]
     assert all(is_secret_value(text) and is_secret_value(f"x={text}") and is_secret("model", text) for text in forms)
-    others = ["0" * 40, "https://host:80/x", "https://me@host/x", "hf_model", "sk-learn", "git@github.com:a/b"]
-    others += ["/home/sk-deepseek-v3-rl-training-01/m", "risk-" + "a1" * 20]
+    others = ["0" * 40, "https://host:80/x", "https://me@host/x", "hf_model", "sk-learn", "git@github.com:a/b", "eyJ"]
+    others += ["/home/sk-deepseek-v3-rl-training-01/m", "sk-deepseek-v3-rl-training-01/m", "risk-" + "a1" * 20]
     assert not any(is_secret_value(text) for text in others)
 
 
@@ -134,7 +144,7 @@ def test_secrets_are_found_among_the_words_of_a_command():
     words = "run -e HFTOKEN=x --api-key y --password=z data.prompt_key=prompt -e WANDB_API_KEY --export=A=b,DB_PASS=c"
     assert sorted(secret_options(words.split())) == ["DB_PASS", "HFTOKEN", "api-key", "password"]
     assert secret_options(["bash", "-ec", "login --token hf_" + "a" * 24]) == ["a word"]
-    assert secret_options(["-o", "PasswordAuthentication=no", "bash", "-c", "A_TOKEN=$(cat f) train"]) == []
+    assert secret_options(["-o", "PasswordAuthentication=no", "bash", "-c", "A_TOKEN=$(cat f) train --pass 8"]) == []
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def compose_config(config_name: str, overrides: Sequence[str] = (), *, verl_path
         with initialize_config_dir(str(CONFIGS_DIR), version_base="1.3"):
             composed = hydra_compose(name, [f"hydra.searchpath=[file://{upstream}]", *overrides])
         config = OmegaConf.create(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
-    except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:  # ValueError: not UTF-8
+    except (HydraException, OmegaConfBaseException, YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(_explain_error(error, name, base)) from error
     _refuse_secrets(leaves(OmegaConf.to_container(config)))
     check_recipe(OmegaConf.to_container(config.recipe))
@@ -194,6 +194,9 @@ def _explain_error(error: BaseException, name: str, base: DictConfig) -> str:
     """Return Hydra's error as one sentence that says what to change."""
     if isinstance(error, YAMLError):
         return f"config {name}: {' '.join(str(error).split())}"
+    if isinstance(error, RecursionError):
+        causes = "its defaults include the file itself, or an override has hundreds of brackets"
+        return f"{CONFIGS_DIR / name}.yaml is nested too deeply: {causes}"
     texts: list[str] = []
     cause: BaseException | None = error
     while cause is not None:

@@ -49,6 +49,12 @@ def next_start(run: RunSpec) -> NextStart:
     Raise ConfigError where the checkpoint is damaged or absent, where the run has reached its total of steps, where its
     data differ, and where `auto` would begin at step 1 beside checkpoints of the same name.
     """
+    if (run.home / "summary.json").exists():
+        raise ConfigError(
+            f"{run.home}: expected folders 0001, 0002, ..., found summary.json of an earlier version of this recipe, "
+            "in which all starts of a run shared one folder: give the run another name (recipe.run); to resume from "
+            "its checkpoints, set trainer.resume_mode=resume_path"
+        )
     if not recipe_saves_checkpoints(run):
         return NextStart()
     trainer, starts = run.verl.trainer, list_starts(run_checkpoints_home(run))

@@ -15,24 +15,19 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from verl_patches.errors import ConfigError
 from verl_patches.run.environment import REPOSITORY
 from verl_patches.run.ray_nodes import HEAD_PORT, RayPorts
-from verl_patches.values import (
-    Count,
-    Port,
-    Text,
-    is_secret_value,
-    is_secret_variable,
-    printable,
-    read_yaml,
-    secret_options,
-)
+from verl_patches.values import Count, Port, is_secret_value, is_secret_variable, printable, read_yaml, secret_options
 
 # a name for Kubernetes, and so also for containers and Slurm jobs
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$")]
 Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-
+Line = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]+$")]  # without control characters
+PlainText = Annotated[Line, StringConstraints(pattern=r"^[^-~]")]  # a path or name, no option; ~ is not expanded
+Option = Annotated[Line, StringConstraints(pattern=r"^-")]  # such as --account=NAME
+Word = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x08\x0b-\x1f\x7f]*$")]  # may have several lines
 Folder = Annotated[str, StringConstraints(pattern=r"^/[^:,'\s]+$")]  # docker and Slurm separate folders by : and ,
 SSH_COMMAND = "ssh -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=15 -o LogLevel=ERROR".split()
 _VARIABLE = re.compile(r"\$\{\s*oc\.env\s*:\s*(\w+)")
+_SHELL_VARIABLE = re.compile(r"\$\{\s*(\w+)\s*\}")
 _OUTPUT_ROOT = re.compile(r"""(?:^|[\s+'"])recipe\.output_root=['"]?([^\s'"]+)""")  # also inside a line of bash -c
 
 
@@ -51,9 +46,9 @@ class Ports(_Strict):
 class Ssh(_Strict):
     """Describe how ssh reaches hosts. `container_options`: further options of docker run, where there is an image."""
 
-    user: Text | None = None
-    command: Annotated[list[Text], Field(min_length=1)] = SSH_COMMAND
-    container_options: list[Text] = []
+    user: PlainText | None = None
+    command: Annotated[list[Line], Field(min_length=1)] = SSH_COMMAND
+    container_options: list[Line] = []
 
 
 class Kubernetes(_Strict):
@@ -64,9 +59,9 @@ class Kubernetes(_Strict):
     """
 
     namespace: Name = "default"
-    queue: Text | None = None
-    secret: Text | None = None
-    device: Text = "huawei.com/Ascend910"
+    queue: PlainText | None = None
+    secret: PlainText | None = None
+    device: PlainText = "huawei.com/Ascend910"
     cpus: Count = 64
     shared_memory_gib: Count = 256
     memory_gib: Count = 1135
@@ -75,16 +70,16 @@ class Kubernetes(_Strict):
 class Slurm(_Strict):
     """Describe the batch script. `options`: further #SBATCH lines (--account=NAME); `srun_options`: those of srun."""
 
-    partition: Text | None = None
-    time: Text | None = None
-    options: list[Text] = []
-    srun_options: list[Text] = []
+    partition: PlainText | None = None
+    time: PlainText | None = None
+    options: list[Option] = []
+    srun_options: list[Line] = []
 
 
 class Upload(_Strict):
     """Describe a copy of results. `from`: a file or folder, relative to the checkout; `to`: its target (upload.py)."""
 
-    source: Text = Field(alias="from")
+    source: PlainText = Field(alias="from")
     to: Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9+]*://[^\s]+$")]
 
 
@@ -102,22 +97,22 @@ class Job(_Strict):
 
     name: Name
     provider: Literal["nodes", "ssh", "kubernetes", "slurm"] = "nodes"
-    image: Text | None = None
+    image: PlainText | None = None
     volumes: dict[Folder, Folder] = {}
     nodes: Count
     dies: Count
     device: Literal["NPU", "GPU"] = "NPU"
-    hosts: list[Text] = []
-    command: list[str] = []
-    env: dict[Variable, str] = {}
+    hosts: list[PlainText] = []
+    command: list[Word] = []
+    env: dict[Variable, Word] = {}
     secrets: list[Variable] = []
     uploads: list[Upload] = []
-    interface: Text | None = None
-    checkout: Text = str(REPOSITORY)
-    upstream: list[Text] = []
-    python: Text = "python"
-    folder: Text = "/tmp/verl_patches_cluster"
-    logs: Text | None = None
+    interface: PlainText | None = None
+    checkout: PlainText = str(REPOSITORY)
+    upstream: list[PlainText] = []
+    python: PlainText = "python"
+    folder: PlainText = "/tmp/verl_patches_cluster"
+    logs: PlainText | None = None
     wait_s: Count = 900
     dashboard: bool = False
     ports: Ports = Ports()
@@ -129,6 +124,16 @@ class Job(_Strict):
     def _check_fields(self) -> Job:
         if self.provider == "ssh" and len(self.hosts) != self.nodes:
             raise ValueError(f"hosts has {len(self.hosts)} addresses, expected {self.nodes}, one for each node")
+        if len(set(self.hosts)) != len(self.hosts):
+            raise ValueError("hosts has an address twice, expected another one for each node")
+        if len(set(self.volumes.values())) != len(self.volumes):
+            raise ValueError("volumes mounts two folders at the same folder of the container")
+        if len({upload.to.rstrip("/") for upload in self.uploads}) != len(self.uploads):
+            raise ValueError("uploads has the same target (to) twice")
+        spans = sorted((span, name) for name, span in self.port_plan.spans().items())
+        for ((_, last), name), ((first, _), other) in zip(spans, spans[1:], strict=False):
+            if first <= last:
+                raise ValueError(f"ports: {name} and {other} overlap at {first}; change gcs, first or workers")
         if self.provider == "kubernetes" and not self.image:
             raise ValueError("image is missing: provider kubernetes needs one")
         if self.provider == "kubernetes" and self.secrets and not self.kubernetes.secret:
@@ -183,9 +188,11 @@ def load_job(path: Path) -> Job:
     given = read_yaml(path)
     if "nodes" not in given and "replica_count" in given:
         given["nodes"] = given.pop("replica_count")  # another name of nodes; beside nodes it is an unknown key
-    command, secrets = given.pop("command", []), given.get("secrets") or []
+    command, secrets = given.pop("command", []), str(given.get("secrets", ""))
+    if old := _SHELL_VARIABLE.search(str(given)):
+        raise ConfigError(f"{path}: write ${{oc.env:{old[1]}}} in place of ${{{old[1]}}}")
     for name in _VARIABLE.findall(str(given)):
-        if name in secrets or is_secret_variable(name) or is_secret_value(os.environ.get(name, "")):
+        if f"'{name}'" in secrets or is_secret_variable(name) or is_secret_value(os.environ.get(name, "")):
             raise ConfigError(
                 f"{path}: {name} is a secret, and its value would be written to files: list it under secrets"
             )
