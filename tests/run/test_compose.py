@@ -287,3 +287,10 @@ def test_a_key_that_only_one_line_reads_is_refused_on_the_other():
     assert compose_config(TINY, [key]).trainer.wandb_proxy
     with pytest.raises(ConfigError, match="unknown key trainer.wandb_proxy"):
         compose_config(TINY, [key, "recipe.line=a3"])
+
+
+def test_a_file_that_includes_itself_is_refused_by_name(configs):
+    file = configs / "deepseekv3_tiny_cpu.yaml"
+    file.write_bytes(file.read_bytes().replace(b"defaults: [", b"defaults: [deepseekv3_tiny_cpu, ", 1))
+    with pytest.raises(ConfigError, match=f"^{file}.*: its defaults include the file"):
+        compose_config(TINY)

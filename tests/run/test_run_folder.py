@@ -194,3 +194,11 @@ def test_without_a_launcher_a_record_has_a_start_and_checkpoints_their_place(mak
     assert unnamed.start.name is None
     assert json.loads((tmp_path / "t/0001/start.json").read_text())["from"] is None
     assert [path.name for path in (tmp_path / "plain").iterdir()] == [LOCK]
+
+
+def test_a_run_of_an_earlier_version_is_refused_in_one_sentence(make_run, tmp_path):
+    assert next_start(make_run()).resumed is None
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t/summary.json").write_text("{}")
+    with pytest.raises(ConfigError, match="t: expected folders 0001, .*found summary.json"):
+        next_start(make_run())

@@ -52,8 +52,7 @@ def next_start(run: RunSpec) -> NextStart:
     if (run.home / "summary.json").exists():
         raise ConfigError(
             f"{run.home}: expected folders 0001, 0002, ..., found summary.json of an earlier version of this recipe, "
-            "in which all starts of a run shared one folder: give the run another name (recipe.run); to resume from "
-            "its checkpoints, set trainer.resume_mode=resume_path"
+            "in which all starts of a run shared one folder: give the run another name (recipe.run)"
         )
     if not recipe_saves_checkpoints(run):
         return NextStart()

@@ -46,6 +46,16 @@ def test_the_example_is_a_job_of_256_dies():
         ({"command": ["a"], "uploads": [{"from": "o", "to": "ftp://u:pass@b/x"}]}, "1 addresses have a password"),
         ({"image": "${oc.env:NONE}"}, "variable 'NONE' not found"),
         ({"folder": "/x/${oc.env:HF_TOKEN}"}, "HF_TOKEN is a secret"),
+        ({"secrets": 5, "folder": "/x/${HOME}"}, r"write \$\{oc.env:HOME\} in place of"),
+        ({"folder": "~/x"}, "folder: String should match"),
+        ({"slurm": {"partition": "a\n#SBATCH --uid=0"}}, "slurm.partition"),
+        ({"slurm": {"options": ["--uid=0\nrm"]}}, "slurm.options"),
+        ({"ssh": {"user": "-oProxyCommand=x"}}, "ssh.user"),
+        ({"nodes": 2, "provider": "ssh", "hosts": ["a", "a"]}, "hosts has an address twice"),
+        ({"command": ["a"], "uploads": [{"from": "o", "to": f"s3://b{end}"} for end in ("", "/")]}, "the same target"),
+        ({"image": "a", "volumes": {"/d": "/x", "/e": "/x"}}, "volumes mounts two folders"),
+        ({"ports": {"gcs": 6380}}, "overlap at 6380"),
+        ({"command": ["a\x1b"]}, "command.0"),
     ],
 )
 def test_a_wrong_job_is_refused_by_name(read, changes, text):

@@ -21,8 +21,9 @@ from verl_patches.values import Count, Port, is_secret_value, is_secret_variable
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$")]
 Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Line = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]+$")]  # without control characters
-PlainText = Annotated[Line, StringConstraints(pattern=r"^[^-~]")]  # a path or name, no option; ~ is not expanded
-Option = Annotated[Line, StringConstraints(pattern=r"^-")]  # such as --account=NAME
+# a path or name, no option; ~ is not expanded
+PlainText = Annotated[str, StringConstraints(pattern=r"^[^-~\x00-\x1f\x7f][^\x00-\x1f\x7f]*$")]
+Option = Annotated[str, StringConstraints(pattern=r"^-[^\x00-\x1f\x7f]*$")]  # such as --account=NAME
 Word = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x08\x0b-\x1f\x7f]*$")]  # may have several lines
 Folder = Annotated[str, StringConstraints(pattern=r"^/[^:,'\s]+$")]  # docker and Slurm separate folders by : and ,
 SSH_COMMAND = "ssh -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=15 -o LogLevel=ERROR".split()
