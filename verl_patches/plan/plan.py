@@ -213,7 +213,7 @@ def _memory_check(plan: dict[str, Any]) -> Check:
     if layers is not None:
         layers = layers if isinstance(layers, int) else ",".join(map(str, layers))
         left = plan["hbm_bytes"] - fullest["peak_bytes"]
-        text += f", {left / 1e9:.2f} GB are left; recomputed layers of a stage: {layers}"
+        text += f", {left / 1e9:.2f} GB are left; recomputed layers of a stage: up to {layers}"
         if left < MARGIN_BYTES:
             text += f"; LESS THAN {MARGIN_BYTES / 1e9:g} GB for memory that the model does not count"
             return Check("memory", True, f"modelled: {text}", note=True)
