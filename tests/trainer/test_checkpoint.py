@@ -23,7 +23,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from tests.ranks import HANG_S
 from tests.reshard.cases import TINY
 from tests.runs import tiny, trainer_config
-from verl_patches.errors import ConfigError
+from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.spec import NextStart
 from verl_patches.trainer import checkpoint
 from verl_patches.trainer.checkpoint import Checkpoints, loader_state
@@ -61,7 +61,7 @@ class Workers:
     def finish_checkpoint(self):
         self.waits += 1
         if self.failing:
-            raise CheckpointError("rank 1: disk full")
+            raise RecipeError("rank 1: disk full")
 
     def load_checkpoint(self, folder, remote, remove):
         if self.fault:

@@ -187,9 +187,12 @@ class Checkpoints:
 
     def _wait_for_ranks(self) -> None:
         self._awaited = True
-        self.trainer.actor_rollout_wg.finish_checkpoint()
-        if self.critic is not None:
-            self.critic.finish_checkpoint()
+        try:
+            self.trainer.actor_rollout_wg.finish_checkpoint()
+            if self.critic is not None:
+                self.critic.finish_checkpoint()
+        except Exception as error:  # of any type: then no rank completes the checkpoint, so the end does not wait
+            raise CheckpointError(f"checkpoint: {getattr(error, 'cause', error)}") from error
         self._awaited = False
 
     def abort_save(self, wait: bool) -> None:
