@@ -189,6 +189,8 @@ def test_a_runs_own_lengths_and_expert_load_take_the_place_of_assumptions(tmp_pa
     assumed = plan["step"]["assumed"]
     assert (assumed["prompt_tokens"], assumed["response_tokens"]) == (3.0, pytest.approx(9.0, abs=1.5))
     assert assumed["lengths"] == f"8 recorded of {run}" and assumed["expert_load"] == {"train": 1.5, "rollout": 1.0}
+    done = call("plan", NODE, *big, "recipe.rollout.balanced_routing=false", "--expert-load", run, "--json")
+    assert json.loads(done.stdout)["step"]["assumed"]["expert_load"] == {"train": 1.5, "rollout": 2.0}
     other = recorded_run(tmp_path / "b", {"train": {"max_over_mean": 3.0}, "rollout": None})
     shutil.rmtree(Path(other) / "rollouts")
     for option in ("--lengths", "--expert-load"):

@@ -184,12 +184,17 @@ def sleep_frees_nothing():
 def print_watched_groups():
     """Print the groups that the watch counts, after each rollout."""
 
-    def generate(original, *args, **kwargs):
-        outputs = original(*args, **kwargs)
-        print("watch counts", sorted(heartbeat.current_heartbeat()._begun_by_group()))
-        return outputs
+    def print_after(rollout):
+        generate = rollout.generate_sequences
 
-    wrap(ROLLOUT, "vLLMRollout.generate_sequences", generate)
+        def generate_sequences(*args, **kwargs):
+            outputs = generate(*args, **kwargs)
+            print("watch counts", sorted(heartbeat.current_heartbeat()._begun_by_group()))
+            return outputs
+
+        rollout.generate_sequences = generate_sequences
+
+    after_init(ROLLOUT, "vLLMRollout", print_after)
 
 
 # -- spoilt destination maps: controls of the resharder's verification -------------------------------------------------

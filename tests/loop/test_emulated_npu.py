@@ -64,7 +64,7 @@ def test_every_row_is_active_and_the_engine_is_that_of_vllm_ascend(emulated):
     assert_nobody_else_can_reach(run)
     called = run.summary["emulated"]["functions"]
     assert {"npu_moe_gating_top_k", "npu_grouped_matmul", "_npu_flash_attention"} < called.keys()
-    assert run.output.splitlines()[-2] == f"This proved: {PROOF_TEXTS['a3 npu_emulated']}."
+    assert f"This proved: {PROOF_TEXTS['a3 npu_emulated']}." in run.output.splitlines()
 
 
 def is_not_made_here(group, world):

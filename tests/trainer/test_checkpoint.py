@@ -23,7 +23,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from tests.ranks import HANG_S
 from tests.reshard.cases import TINY
 from tests.runs import tiny, trainer_config
-from verl_patches.errors import ConfigError
+from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.spec import NextStart
 from verl_patches.trainer import checkpoint
 from verl_patches.trainer.checkpoint import Checkpoints, loader_state
@@ -61,7 +61,7 @@ class Workers:
     def finish_checkpoint(self):
         self.waits += 1
         if self.failing:
-            raise CheckpointError("rank 1: disk full")
+            raise RecipeError("rank 1: disk full")
 
     def load_checkpoint(self, folder, remote, remove):
         if self.fault:
@@ -140,6 +140,7 @@ OTHER_MODEL = TINY.__class__(**{**vars(TINY), "n_routed_experts": 4})
     (TINY, 2, "trainer.json", "step 3 is complete.*trainer.total_training_steps"),  # total follows from the data
     (TINY, 3, "trainer.json", "step 3 is complete.*trainer.total_training_steps"),
     (TINY, 99, "trainer.pt", "it has no trainer.json"),  # a pickle is not read
+    (TINY, 99, "trainer.safetensors", "an earlier version saved it.*weights export .*global_step_3 DIR"),
 ])  # fmt: skip
 def test_what_cannot_be_gone_on_with_is_refused_before_workers_read_it(saves, tmp_path, model, total, file, words):
     save(saves(), 3)

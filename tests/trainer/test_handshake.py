@@ -28,6 +28,11 @@ def test_workers_without_proof_are_named():
         handshake.require_proofs([worker(0), *(worker(rank, error="x") for rank in (1, 2, 3))])
 
 
+def test_a_group_of_verls_own_workers_is_refused():
+    with pytest.raises(PatchError, match="remove -update.recipe_worker from recipe.patches"):
+        handshake.gather_proofs(object())
+
+
 @pytest.mark.slow
 def test_a_worker_that_never_ran_the_prelude_is_refused_by_rank(ray_folder, run_ranks):
     """Use real Ray, verl's own worker group and its colocated class; worker 1 ran the prelude and proves it."""

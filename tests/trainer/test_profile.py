@@ -83,3 +83,11 @@ def test_an_error_of_the_profiler_is_reported_and_not_raised(tmp_path, monkeypat
     monkeypatch.setitem(sys.modules, "torch_npu", packages.torch_npu)
     found = one_step(tmp_path / "npu", platform="npu_emulated", phases=["update"])
     assert "wrote no trace" in found["faults"][0]  # torch_npu prints its errors and returns
+
+
+def test_without_the_snapshot_there_is_no_file_of_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch_npu", packages.torch_npu)
+    monkeypatch.delattr(packages.torch_npu.npu.memory, "_snapshot")
+    found = one_step(tmp_path, platform="npu_emulated", phases=["update"])
+    assert [name.rpartition("/")[2] for name in found["files"]] == ["trace_view.json"]
+    assert "AttributeError" in found["faults"][0] and not list(tmp_path.glob("*.pickle"))

@@ -17,6 +17,7 @@ from verl_patches.trainer import run
 from verl_patches.trainer.alarms import AlarmError, SkippedStepsError
 from verl_patches.trainer.record import Progress, Summary
 from verl_patches.trainer.step_record import NARROW_COLUMNS, WIDE_COLUMNS, health_text, table_header
+from verl_patches.weights.checkpoint_files import CheckpointError
 
 CORE = "val-core/maths/reward/mean@1"
 REPORT = {  # what a worker reports of a step in which nothing happened
@@ -215,3 +216,12 @@ def test_the_reason_is_recorded_before_a_checkpoint_is_waited_for(made, monkeypa
         made.fit_recorded(fit)
     assert len(seen) == 2
     assert wait is (not dead) and "AlarmError: step 7: expert_collapse" in reason and ("rank 3" in reason) is bool(dead)
+
+
+def test_the_rank_of_a_failed_checkpoint_write_is_named(made):
+    actors = [SimpleNamespace(_actor_id=each) for each in (b"\x01", b"\x02")]
+    made.group, made.worker_places = SimpleNamespace(_workers=actors, step=3), {1: "pid 12 on node"}
+    error = CheckpointError("checkpoint: disk full")
+    assert made.raising_rank_text(error) == ""
+    error.__cause__ = RuntimeError("ray::finish_checkpoint() (pid=12, ip=10.0.0.1, actor_id=02, repr=Worker)")
+    assert made.raising_rank_text(error) == "rank 1 (pid 12 on node) in step 3: "

@@ -318,10 +318,12 @@ def _expert_loads(run: Path) -> tuple[float, float]:
     """
     steps = read_summary(find_start(run, output_root())).get("steps", [])[-EXPERT_LOAD_STEPS:]
     records = [step["expert_load"] for step in steps if step.get("expert_load")]
-    loads = [load for each in records if (load := (each["train"] or {}).get("ranks_over_mean"))]
-    if not loads:
+    train, rollout = (
+        [load for each in records if (load := (each.get(side) or {}).get("ranks_over_mean"))] for side in _SIDES
+    )
+    if not train:
         raise ConfigError(f"--expert-load {run}: no step of it has a load; give a run with recipe.expert_load=true")
-    return fmean(loads), fmean(loads)
+    return fmean(train), fmean(rollout or train)
 
 
 def _print_layouts(answer: dict[str, Any], option: Sequence[str], overrides: list[str]) -> None:

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import shutil
+import tempfile
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -54,11 +55,11 @@ def make_tiny_model(folder: Path, seed: int = 0, overrides: Mapping[str, Any] | 
     if folder.exists() and any(folder.iterdir()):
         return _reuse_folder(folder, recipe)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    building = folder.with_name(f".{folder.name}.{os.getpid()}")
-    building.mkdir()
+    building = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         _write_files(building, config, seed)
         (building / RECIPE_FILE).write_text(json.dumps(recipe, indent=1) + "\n")
+        building.chmod(0o755)  # mkdtemp makes it for this user alone
         try:
             os.replace(building, folder)
         except OSError:  # another process has made the folder meanwhile

@@ -21,10 +21,16 @@ _SILENT_STATES = ("waiting", "active")
 def gather_proofs(group: Any) -> list[dict[str, Any]]:
     """Return the proof of every worker of verl's worker group, by rank (`prove_patches` of worker/recipe_worker.py).
 
-    A worker without a proof gets {rank, where, status: [], error}.
+    A worker without a proof gets {rank, where, status: [], error}. PatchError where the group has no prove_patches.
     """
     import ray
 
+    if not hasattr(group, "prove_patches"):
+        raise PatchError(
+            "the worker group has no method prove_patches, so the patches of its workers are unknown; expected workers "
+            "of verl's ActorRolloutRefWorker with row update.recipe_worker: remove -update.recipe_worker from "
+            "recipe.patches, or use verl's worker class"
+        )
     proofs, answers = [], group.prove_patches()  # references, so that one worker's error does not hide the others
     for rank, answer in enumerate(answers):
         try:

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.errors import ConfigError, RecipeError, our_command
 from verl_patches.layout.inventory import read_model_shape, size_differences
 from verl_patches.layout.model_folder import read_json_object, read_stored_config, without_fp8_and_mtp
 from verl_patches.model.megatron import DTYPES
@@ -76,7 +76,7 @@ from verl_patches.weights.writer import complete_folder, write_bytes
 
 log = logging.getLogger(__name__)
 
-STATE_FILE = f"{TRAINER_PREFIX}json"
+STATE_FILE, _EARLIER_FILE = f"{TRAINER_PREFIX}json", f"{TRAINER_PREFIX}safetensors"
 _POLL_S = 0.1, 5.0  # seconds between looks for all ranks' files (from, to)
 _SAID_S = 60.0  # between lines about a checkpoint that the run waits for; recipe.timeouts.quiet_s needs output
 _WAIT_SHARE = 0.6  # must be below launch/supervise/stall.py's WAIT_SHARE
@@ -187,9 +187,12 @@ class Checkpoints:
 
     def _wait_for_ranks(self) -> None:
         self._awaited = True
-        self.trainer.actor_rollout_wg.finish_checkpoint()
-        if self.critic is not None:
-            self.critic.finish_checkpoint()
+        try:
+            self.trainer.actor_rollout_wg.finish_checkpoint()
+            if self.critic is not None:
+                self.critic.finish_checkpoint()
+        except Exception as error:  # of any type: then no rank completes the checkpoint, so the end does not wait
+            raise CheckpointError(f"checkpoint: {getattr(error, 'cause', error)}") from error
         self._awaited = False
 
     def abort_save(self, wait: bool) -> None:
@@ -341,7 +344,13 @@ class Checkpoints:
             faults.append(f"its model differs from this run's: {unlike}")
         if manifest.facts.get("line", recipe.line) != recipe.line:
             faults.append(f"it was saved by a run of recipe.line={manifest.facts['line']}, expected {recipe.line}")
-        if not (folder / STATE_FILE).is_file():
+        if (folder / _EARLIER_FILE).is_file():
+            command = our_command("weights", "export", str(folder), "DIR")
+            faults.append(
+                f"an earlier version saved it: expected no {_EARLIER_FILE}, as this version does not read the data "
+                f"position in it; export its weights with `{command}` and start from them"
+            )
+        elif not (folder / STATE_FILE).is_file():
             faults.append(f"it has no {STATE_FILE}")
         critic = manifest.facts.get(CRITIC)
         if critic is not None and read_manifest(folder / CRITIC).identity != critic:

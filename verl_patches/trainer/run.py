@@ -208,7 +208,7 @@ class TrainerRun:
 
     def raising_rank_text(self, error: BaseException) -> str:
         """Return "rank 1 (pid 12 on host) in step 3: " for an error that a worker raised, else ""."""
-        match = _RAISING_ACTOR.search(str(error))  # Ray writes it into the text of a task's error
+        match = _RAISING_ACTOR.search(f"{error} {error.__cause__}")  # Ray writes it into the text of a task's error
         if match is None or self.group is None:
             return ""
         actors = [actor._actor_id.hex() for actor in self.group._workers]

@@ -98,8 +98,9 @@ def wait_for_ranks(what: str, key: str, limit_s: float) -> None:
     store, before, grown_at = dist.distributed_c10d._get_default_store(), -1, 0.0
     keys = [f"{key}/rank/{rank}" for rank in range(dist.get_world_size())]
     store.set(keys[dist.get_rank()], "")
+    store.add(f"{key}/arrived", 1)
     current_heartbeat().begin_phase(LOADED)
-    while not store.check(keys):
+    while store.add(f"{key}/arrived", 0) < len(keys):  # one key, however many ranks wait
         if (reads := store.add(f"{key}/reads", 0)) != before:
             before, grown_at = reads, time.monotonic()
         elif time.monotonic() - grown_at > limit_s:

@@ -105,9 +105,10 @@ class PhaseProfiler:
         traces = sorted(self._path.glob("*_ascend_pt/ASCEND_PROFILER_OUTPUT/trace_view.json"))
         if not traces:
             raise RuntimeError(f"torch_npu.profiler wrote no trace to {self._path}; see the worker's log")
-        pickled = self._path.with_name(f"{self._path.name}.memory.pickle")
-        pickled.write_bytes(pickle.dumps(memory))
-        self._add_files([*traces, pickled])
+        if memory is not None:  # its snapshot did not fail
+            traces.append(self._path.with_name(f"{self._path.name}.memory.pickle"))
+            traces[-1].write_bytes(pickle.dumps(memory))
+        self._add_files(traces)
 
     def _add_files(self, files: list[Path]) -> None:
         self.files += [file.relative_to(self.folder).as_posix() for file in files]

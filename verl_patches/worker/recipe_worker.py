@@ -122,7 +122,7 @@ class RecipeWorker(TrainingWorker):
                 self.routing = RoutingReplay(chunks)
             prepare_training(self.trained, self.memory)
         if self.recipe.expert_load and self._is_actor:
-            ranks = {"train": self.run.train.ep, "rollout": self.run.rollout.ep if self.run.samples else 1}
+            ranks = {"train": self.run.train.ep, **({"rollout": self.run.rollout.ep} if self.run.samples else {})}
             self.expert_load = count_training_load(chunks, ranks)
         return built
 

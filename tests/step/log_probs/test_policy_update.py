@@ -16,6 +16,7 @@ from verl_patches.patching.row import make_subclass
 from verl_patches.recipe import Objective, RolloutCorrection
 from verl_patches.rules import RULES
 from verl_patches.step.log_probs import policy_update, rollout_correction
+from verl_patches.step.log_probs.ratio_settings import ratio_checks
 from verl_patches.worker import recipe_worker
 from verl_patches.worker.recipe_worker import RecipeWorker
 
@@ -34,11 +35,20 @@ def refusals(*overrides):
     (f"{ACTOR}.ppo_epochs=2", f"{ACTOR}.ppo_epochs is 2: .* set 1"),
     ("algorithm.use_kl_in_reward=true", f"algorithm.use_kl_in_reward needs .* use {ACTOR}.use_kl_loss"),
     ("trainer.critic_warmup=2", "trainer.critic_warmup is 2: "),
+    (f"+{ACTOR}.megatron.override_transformer_config.hidden_dropout=0.1", "hidden_dropout to 0.1, so"),
 ])  # fmt: skip
 def test_a_setting_that_is_not_on_policy_is_refused_by_name(override, words):
     (refusal,) = refusals(f"{SKIP}=true", override)
     assert re.search(rf"{SKIP} is true, but .*{words}", refusal), refusal
     assert refusals(override) == refusals(f"{SKIP}=true") == []  # either setting alone is allowed
+
+
+def test_dropout_of_the_model_is_refused():
+    found = {}
+    for share in (0.0, 0.1):
+        run = replace(composed(TINY, [f"{SKIP}=true"]), hf_config={"attention_dropout": share})
+        found[share] = [check.detail for check in ratio_checks(run) if not check.ok]
+    assert found[0.0] == [] and "config.json sets attention_dropout to 0.1" in found[0.1][0]
 
 
 @pytest.mark.parametrize(("settings", "words"), [

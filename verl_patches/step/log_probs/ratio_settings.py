@@ -18,6 +18,7 @@ from verl_patches.step.log_probs.logprob_check import incomparable_reason
 _SKIP_KEY, _CORRECTION_KEY = "recipe.train.skip_old_log_prob", "recipe.rollout_correction"
 MASKED_SHARE = "rollout_corr/rollout_rs_masked_fraction"  # verl's name of the share of tokens that rollout_rs rejects
 _ACTOR = "actor_rollout_ref.actor"
+_RANDOM_KEYS = "attention_dropout", "hidden_dropout", "moe_input_jitter_eps"
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,14 @@ def _skip_faults(run: RunSpec) -> Iterator[str]:
             f"{fact} trainer.critic_warmup is {run.verl.trainer.critic_warmup}: a step without an "
             "update has no log-probs for the log-prob check; set 0"
         )
+    sources = {
+        "the model's config.json": run.hf_config,
+        f"{_ACTOR}.megatron.override_transformer_config": actor.megatron.get("override_transformer_config"),
+    }
+    for where, values in sources.items():
+        for name in _RANDOM_KEYS:
+            if (values or {}).get(name):
+                yield f"{fact} {where} sets {name} to {values[name]}, so two forward passes differ; set 0"
 
 
 def _sequence_faults(run: RunSpec) -> Iterator[str]:

@@ -34,8 +34,9 @@ class ExpertLoad:
         """Return {side: {max_over_mean (least even layer), mean_over_layers, ranks_over_mean, layers}} of a step.
 
         ranks_over_mean: tokens of the busiest rank over the mean of all ranks, mean over layers. A layer takes longer
-        by this factor, as all ranks wait for the busiest (`plan --expert-load`). Collective over all ranks; equal
-        results on each. None if no token was counted since the last call.
+        by this factor, as all ranks wait for the busiest (`plan --expert-load`). A side whose ranks hold unequally many
+        experts is left out. Collective over all ranks; equal results on each. None if no token was counted since the
+        last call.
         """
         total = self.counts.clone()
         self.counts.zero_()
@@ -45,7 +46,8 @@ class ExpertLoad:
             return None
         ratios = used.amax(1) / used.mean(1)
         spread = {"max_over_mean": float(ratios.max()), "mean_over_layers": float(ratios.mean()), "layers": len(used)}
-        tokens = {side: used.unflatten(1, (count, -1)).sum(2) for side, count in self.ranks.items()}
+        even = {side: count for side, count in self.ranks.items() if used.shape[1] % count == 0}
+        tokens = {side: used.unflatten(1, (count, -1)).sum(2) for side, count in even.items()}
         busiest = {side: float((each.amax(1) / each.mean(1)).mean()) for side, each in tokens.items()}
         return {side: {**spread, "ranks_over_mean": share} for side, share in busiest.items()}
 

@@ -27,7 +27,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.launch.launcher import short_temp_dir
-from verl_patches.launch.ray_cluster import ray_options, require_nodes
+from verl_patches.launch.ray_cluster import ray_options, require_nodes, reserve_left_out_nodes
 from verl_patches.platform.loopback_store import loopback_store
 from verl_patches.run.environment import RAY_FOLDER
 from verl_patches.run.ray_nodes import error_line
@@ -178,6 +178,7 @@ def _start_ranks(folder: Path, run: RunSpec, length: int) -> Iterator[Generate]:
         ray_start.start_ray(**options)
         signal.signal(signal.SIGTERM, sigterm_handler)  # replaces Ray's own handler
         stack.callback(ray.shutdown)
+        reserve_left_out_nodes(run)
         pool = RayResourcePool([trainer.n_gpus_per_node] * trainer.nnodes, use_gpu=True, max_colocate_count=1)
         kind = RayClassWithInitArgs(ray.remote(EngineWorker))
         with _rank_errors():
