@@ -12,6 +12,7 @@ import os
 import pickle
 import re
 import signal
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from random import Random
@@ -137,7 +138,7 @@ def _make_dataset(settings: Settings, sources: Sequence[Source], scratch: Path) 
         given = Dataset.from_generator(_records, features, **cache)
     except DatasetGenerationError as error:
         raise error.__cause__ or error from None
-    register_after_fork(given, _prepare_worker)  # as long as `given` lives
+    register_after_fork(given, functools.partial(_prepare_worker, threading.get_ident()))  # as long as `given` lives
     try:
         return given.map(
             _make_results,
@@ -159,10 +160,11 @@ def _make_dataset(settings: Settings, sources: Sequence[Source], scratch: Path) 
         raise
 
 
-def _prepare_worker(_: object) -> None:
-    """Let a process of `datasets` end with this command, also at a kill -9; a terminal's signals reach only the command."""
+def _prepare_worker(caller: int, _: object) -> None:
+    """Let a process of `datasets` end with thread `caller` of this command, and by no signal of a terminal."""
     os.setsid()
-    die_with_parent()
+    if threading.get_ident() == caller:  # the thread that replaces a killed worker ends before it, and waits for it
+        die_with_parent()
     for number in END_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
 
