@@ -168,7 +168,12 @@ def compare_command(
         print_json({**result, "checks": [vars(check) for check in checks], "ok": ok})
     else:
         title = f"a, judged: {curves_a.name} ({curves_a.kind}); b, the reference: {curves_b.name} ({curves_b.kind})"
-        print_data({"errors": [error.as_dict() for error in errors]}, title)
+        print_text(title)
+        shown = []
+        for error in errors:
+            row = {"metric": error.metric, "name": ", ".join(dict.fromkeys(error.names))}
+            shown.append(row | {key: getattr(error, key) for key in ("steps", "absolute", "relative", "largest", "at")})
+        print_data({"errors": shown}, "compare")
         for check in checks:
             print_text(f"{'ok' if check.ok else 'FAILED'}: {check.name}: {check.detail}", "" if check.ok else "red")
     raise typer.Exit(0 if ok else 1)
