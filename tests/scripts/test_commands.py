@@ -92,7 +92,7 @@ PRINTED = {
     "smoke.sh *": None,
     "train --config-name CONFIG *": None,
     # they need a run with responses, or with a checkpoint: tests/loop/test_chains.py, tests/loop/test_smoke.py
-    "eval * *": None,
+    "eval * * *": None,
     "samples *": None,
     "weights export * *": None,
 }
