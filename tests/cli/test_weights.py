@@ -115,4 +115,4 @@ def test_wrong_use_is_named(folder, tmp_path):
 
 def test_an_export_of_a_run_without_a_checkpoint_says_how_to_save_one(tmp_path):
     done = CliRunner().invoke(app, ["weights", "export", str(make_start(tmp_path / "r")), str(tmp_path / "out")])
-    assert "found none, also of earlier starts; save one with trainer.save_freq=N" in str(done.exception)
+    assert "found none; save one with trainer.save_freq=N" in str(done.exception)

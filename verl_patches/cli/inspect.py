@@ -169,11 +169,9 @@ def compare_command(
     else:
         title = f"a, judged: {curves_a.name} ({curves_a.kind}); b, the reference: {curves_b.name} ({curves_b.kind})"
         print_text(title)
-        shown = []
-        for error in errors:
-            row = {"metric": error.metric, "name": ", ".join(dict.fromkeys(error.names))}
-            shown.append(row | {key: getattr(error, key) for key in ("steps", "absolute", "relative", "largest", "at")})
-        print_data({"errors": shown}, "compare")
+        columns = "metric name steps absolute relative largest at".split()
+        rows = [error.as_dict() | {"name": ", ".join(dict.fromkeys(error.names))} for error in errors]
+        print_data({"errors": [{column: row[column] for column in columns} for row in rows]}, "compare")
         for check in checks:
             print_text(f"{'ok' if check.ok else 'FAILED'}: {check.name}: {check.detail}", "" if check.ok else "red")
     raise typer.Exit(0 if ok else 1)

@@ -442,7 +442,6 @@ def _resume_advice(run: RunSpec, record: Path) -> list[str]:
 
     Runs that save no checkpoints have none.
     """
-    resume = "trainer.resume_mode"
     if run.verl.trainer.save_freq <= 0 or "checkpoint.save" not in run.rows:
         return []
     try:
@@ -456,7 +455,7 @@ def _resume_advice(run: RunSpec, record: Path) -> list[str]:
         return [f"no complete checkpoint of this run in {run.home}: the same command starts again from step 1"]
     if checkpoint.name == f"global_step_{total}":
         return [f"newest complete checkpoint: {checkpoint}, of the last step: all steps are done and saved"]
-    keys = (resume, "trainer.resume_from_path")
+    keys = ("trainer.resume_mode", "trainer.resume_from_path")
     other_words = (word for word in sys.argv[1:] if word.lstrip("+").partition("=")[0] not in keys)
-    command = our_command(*other_words, f"{resume}=auto")
+    command = our_command(*other_words, "trainer.resume_mode=auto")
     return [f"newest complete checkpoint: {checkpoint}", f"to resume from it: {command}"]

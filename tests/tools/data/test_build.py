@@ -240,7 +240,7 @@ def test_a_build_of_several_workers_ends_with_all_its_processes(tmp_path, how):
         (workers[0] if how == "worker" else process).kill()
     text = process.communicate()[1]
     assert process.returncode == {"end": 143, "terminal": 130, "worker": 1, "kill": -signal.SIGKILL}[how], text
-    assert "Traceback" not in text and (how != "worker" or "workers=2 was killed; lower workers" in text)
+    assert "Traceback" not in text and (how != "worker" or "workers=2: one was killed; lower workers" in text)
     while not all(map(is_gone, workers)):
         time.sleep(0.05)
 

@@ -155,8 +155,7 @@ def _make_dataset(settings: Settings, sources: Sequence[Source], scratch: Path) 
         if isinstance(error.__context__, SystemExit | KeyboardInterrupt):  # datasets raises its own error in its place
             raise error.__context__ from None
         if "abruptly died" in str(error) or isinstance(error, EOFError | ConnectionError):
-            found = f"data build: a process of workers={settings.workers} was killed"
-            raise RecipeError(f"{found}; lower workers, or give the machine more memory") from error
+            raise RecipeError(f"workers={settings.workers}: one was killed; lower workers, or add memory") from error
         raise
 
 

@@ -33,26 +33,20 @@ def new_folder(target: Path) -> Iterator[Path]:
         if target.exists():
             raise FileExistsError
         work.mkdir(parents=True)  # of two builds at once the second fails here, and removes nothing
+        try:
+            (work / "out").mkdir()
+            yield work
+            if files := list((work / "out").iterdir()):
+                for file in files:
+                    sync(file)
+                (work / "out").rename(target)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
     except FileExistsError:
         found = f"output {target if target.exists() else work}: expected a new folder, found an existing one"
         raise ConfigError(f"{found}; remove it, or give another folder with -o") from None
     except OSError as error:
-        raise _unwritable(target, error) from error
-    try:
-        (work / "out").mkdir()
-        yield work
-        if files := list((work / "out").iterdir()):
-            for file in files:
-                sync(file)
-            (work / "out").rename(target)
-    except OSError as error:
-        raise _unwritable(target, error) from error
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-
-
-def _unwritable(target: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"output {target}: cannot be written ({error}); free or repair the disk")
+        raise ConfigError(f"output {target}: cannot be written ({error}); free or repair the disk") from error
 
 
 def write_manifest(folder: Path, **facts: Any) -> None:
