@@ -109,3 +109,11 @@ def test_writing_the_whole_line_drops_records_without_a_row(run, record, monkeyp
     assert "verl.gone" not in run(*words, "a.b")[2] and set(fp.reviewed_entries("pypi")) == {ROW.target, "verl.gone:f"}
     assert "no row has this target: verl.gone:f" in run(*words)[2]
     assert set(fp.reviewed_entries("pypi")) == {ROW.target} and set(fp.reviewed_entries("a3")) == {"verl.gone:f"}
+
+
+def test_a_body_is_not_recorded_from_this_python_where_its_clone_is_missing(run, record, tmp_path):
+    (tmp_path / "Megatron-LM" / "megatron").mkdir(parents=True)
+    words = ("check", "update.recipe_worker", "--line", "a3", "--upstream", str(tmp_path))
+    code, _, err = run(*words, "--write")
+    assert code == 2 and "expected verl" in err and not fp.REVIEWED_FILE.exists()
+    assert run(*words)[0] == 1  # control: a check goes on and names the missing clone

@@ -30,6 +30,12 @@ def test_a_pipe_gets_a_table_of_plain_lines_that_is_no_wider_than_its_width(caps
     assert "[bold]" in other and r"\x1b[2J" in other  # markup is not read, terminal codes are escaped
 
 
+def test_a_list_of_names_is_printed_whole_and_one_of_numbers_is_cut(capsys):
+    output.print_data({"keys": [f"key.{n}" for n in range(20)], "ranks": list(range(20))}, "plan")
+    printed = capsys.readouterr().out
+    assert "key.19" in printed and "6, 7, ... (20)" in printed
+
+
 def test_a_command_can_be_pasted(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "40")
     words = ["python", "-c", "import sys; print(sys.argv[1:])", "a=[1,2]", "it's", 'say "x"', "k" * 50]

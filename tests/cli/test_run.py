@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from verl_patches.__main__ import app
 from verl_patches.cli import patches, run
 from verl_patches.errors import ConfigError
 from verl_patches.launch import launcher
+from verl_patches.spec import Trees
 from verl_patches.upstream.checkouts import VERL_CONFIG, verl_config_dir
 from verl_patches.weights.run_folders import list_starts
 
@@ -136,6 +138,20 @@ def test_a_run_that_ends_early_names_its_newest_whole_checkpoint_and_how_to_go_o
     if saved and "damaged" in saved:
         assert "global_step_9" in text and f"trainer.resume_from_path={folder / 'global_step_2'}" in text
     assert "global_step_20" not in text and ("checkpoint" in text) == (saved is not None)
+
+
+@pytest.mark.parametrize("step", [8, 9])
+def test_a_run_that_has_saved_its_last_step_is_not_resumed(tmp_path, end_errors, step):
+    make_start(tmp_path / "r", (step,))
+    text = end_errors(137, "")
+    assert ("all steps are done and saved" in text, "to resume from it" in text) == (step == 9, step == 8)
+
+
+def test_the_next_command_names_the_runs_clones():
+    saved = composed(TINY, ["trainer.save_freq=2"])
+    cloned = replace(saved, trees=Trees(option=("--upstream", "clones")))
+    assert run._next_commands(cloned)[-1].endswith("-scores --upstream clones")
+    assert run._next_commands(saved)[-1].endswith("-scores")
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tests.weights.cases import SMALL, make_folder, write_checkpoint
+from tests.weights.cases import SMALL, make_folder, make_start, write_checkpoint
 from verl_patches.__main__ import app
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory
@@ -111,3 +111,8 @@ def test_wrong_use_is_named(folder, tmp_path):
     error = CliRunner().invoke(app, ["weights", "convert", str(folder), str(tmp_path / "out")]).exception
     assert isinstance(error, ConfigError) and "expected one of --hf and --layout" in str(error)  # main() exits with 2
     assert not (tmp_path / "out").exists()
+
+
+def test_an_export_of_a_run_without_a_checkpoint_says_how_to_save_one(tmp_path):
+    done = CliRunner().invoke(app, ["weights", "export", str(make_start(tmp_path / "r")), str(tmp_path / "out")])
+    assert "found none; save one with trainer.save_freq=N" in str(done.exception)

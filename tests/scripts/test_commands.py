@@ -73,9 +73,11 @@ PRINTED = {
     "status *": "status smoke",
     "train --config-name * * *": "train --config-name deepseekv3_16die --dry-run",
     "train --config-name CONFIG": "train --config-name deepseekv3_tiny_cpu --dry-run",
-    "* *": "train --config-name deepseekv3_tiny_cpu trainer.resume_mode=auto --dry-run",
+    "* trainer.resume_mode=auto": "train --config-name deepseekv3_tiny_cpu trainer.resume_mode=auto --dry-run",
     "versions --line *": "versions --line pypi",
     "versions --line LINE": "versions --line pypi",
+    # tests/cli/test_output.py reads the examples of --help
+    "* *": None,
     # tests/cli/test_plan.py follows these from a plan
     "plan * --search --dies *": None,
     "plan * * * *": None,
@@ -92,7 +94,7 @@ PRINTED = {
     "smoke.sh *": None,
     "train --config-name CONFIG *": None,
     # they need a run with responses, or with a checkpoint: tests/loop/test_chains.py, tests/loop/test_smoke.py
-    "eval * *": None,
+    "eval * * *": None,
     "samples *": None,
     "weights export * *": None,
 }

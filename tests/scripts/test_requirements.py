@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MAIN, NODEPS = ROOT / "configs" / "requirements-pypi.txt", ROOT / "configs" / "requirements-pypi-nodeps.txt"
 # import names of what an NPU image and the pinned sources provide
 UPSTREAM = set(
-    "apex datasets einops fsspec huggingface_hub jinja2 megatron mindspeed mindspeed_llm msgspec numpy "
+    "apex datasets einops fsspec huggingface_hub jinja2 megatron mindspeed mindspeed_llm msgspec multiprocess numpy "
     "ray scipy sympy tensordict tokenizers torch torch_npu transformers verl vllm vllm_ascend".split()
 )
 OPTIONAL = {"flash_attn"}  # stubbed, or looked for with find_spec

@@ -59,7 +59,8 @@ def check_command(
     if only:
         rows = [row for row in rows if row.target_module.split(".")[0] in packages]
     missing = [package for package in packages if package not in roots]
-    if missing and (upstream is None or not roots):
+    unwritable = write and any(row.target_module.split(".")[0] in missing for row in rows)
+    if missing and (upstream is None or not roots or unwritable):
         hint = FETCH_HINT if pins.repositories else SETUP_HINT
         raise ConfigError(f"line {name}: expected {', '.join(missing)} in {upstream or 'this Python'}; {hint}")
     if write:

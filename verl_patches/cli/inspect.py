@@ -168,7 +168,10 @@ def compare_command(
         print_json({**result, "checks": [vars(check) for check in checks], "ok": ok})
     else:
         title = f"a, judged: {curves_a.name} ({curves_a.kind}); b, the reference: {curves_b.name} ({curves_b.kind})"
-        print_data({"errors": [error.as_dict() for error in errors]}, title)
+        print_text(title)
+        columns = "metric name steps absolute relative largest at".split()
+        rows = [error.as_dict() | {"name": ", ".join(dict.fromkeys(error.names))} for error in errors]
+        print_data({"errors": [{column: row[column] for column in columns} for row in rows]}, "compare")
         for check in checks:
             print_text(f"{'ok' if check.ok else 'FAILED'}: {check.name}: {check.detail}", "" if check.ok else "red")
     raise typer.Exit(0 if ok else 1)

@@ -26,7 +26,7 @@ _NO_WRAP_CELLS = 40  # widest first column that is not wrapped
 _SHOWN_FAULTS, _LABEL = 5, 13  # failed checks on a screen; columns of a label
 _SIDES = "train", "rollout"
 _SCREEN_CHECKS = ("memory", "host memory", "KV cache", "disk rate")
-SHOWN_ITEMS = 8  # items of a list in a table
+SHOWN_ITEMS = 8  # items of a list in a table, unless they are names
 
 
 def print_json(data: Any) -> None:
@@ -246,7 +246,8 @@ def _value_text(value: Any, key: str) -> str:
             f"[{_value_text(each, key)}]" if isinstance(each, list | tuple) else _value_text(each, key)
             for each in value
         ]
-        return ", ".join(items if len(items) <= SHOWN_ITEMS else [*items[:SHOWN_ITEMS], f"... ({len(items)})"])
+        whole = len(items) <= SHOWN_ITEMS or isinstance(value[0], str)
+        return ", ".join(items if whole else [*items[:SHOWN_ITEMS], f"... ({len(items)})"])
     if not isinstance(value, int | float) or isinstance(value, bool):
         return "-" if value is None else str(value)
     if "bytes" in key and value >= 1e6:

@@ -41,14 +41,14 @@ from verl_patches.platform import require_platform
 from verl_patches.rules import RULES
 from verl_patches.run import run_folder
 from verl_patches.run.compose import compose, output_root, override_keys
-from verl_patches.run.files import disk_checks, with_required_files
+from verl_patches.run.files import disk_checks, total_steps, with_required_files
 from verl_patches.run.record.loggers import require_loggers
 from verl_patches.run.record.plots import plan_figure, save_figure
 from verl_patches.run.record.record import SUMMARY_FILE, read_object, read_summary
 from verl_patches.run.resolve import LayoutError
 from verl_patches.spec import RunSpec, Trees
 from verl_patches.step.replay.recording import recorded_lengths
-from verl_patches.trainer.record import STEP_PREFIX
+from verl_patches.trainer.record import NOW_FILE, STEP_PREFIX
 from verl_patches.upstream.checkouts import find_trees, require_trees
 from verl_patches.upstream.modified import refuse_modified
 from verl_patches.values import printable
@@ -432,7 +432,7 @@ def _next_commands(run: RunSpec) -> list[str]:
     if run.verl.trainer.save_freq <= 0:
         third = our_command("plan", "moonlight_16die")
     elif run.samples:
-        third = our_command("eval", name, f"{name}-scores")
+        third = our_command("eval", name, f"{name}-scores", *run.trees.option)
     else:
         third = our_command("weights", "export", name, f"{name}-hf")
     second = our_command("samples", name) if run.samples and run.recipe.rollout.record else our_command("report", name)
@@ -444,18 +444,20 @@ def _resume_advice(run: RunSpec, record: Path) -> list[str]:
 
     Runs that save no checkpoints have none.
     """
-    resume = "trainer.resume_mode"
     if run.verl.trainer.save_freq <= 0 or "checkpoint.save" not in run.rows:
         return []
     try:
         if run.verl.trainer.resume_mode == "resume_path" and not read_object(record / SUMMARY_FILE).get("checkpoints"):
             return [f"no checkpoint was saved: the same command resumes from {run.verl.trainer.resume_from_path} again"]
         checkpoint = checkpoint_chain(require_start(record)).newest()
+        total = read_object(record / NOW_FILE).get("steps") or total_steps(run)
     except (ConfigError, OSError) as error:  # a ConfigError says what to go on from instead
         return [str(error)]
     if checkpoint is None:
         return [f"no complete checkpoint of this run in {run.home}: the same command starts again from step 1"]
-    keys = (resume, "trainer.resume_from_path")
+    if checkpoint.name == f"global_step_{total}":
+        return [f"newest complete checkpoint: {checkpoint}, of the last step: all steps are done and saved"]
+    keys = ("trainer.resume_mode", "trainer.resume_from_path")
     other_words = (word for word in sys.argv[1:] if word.lstrip("+").partition("=")[0] not in keys)
-    command = our_command(*other_words, f"{resume}=auto")
+    command = our_command(*other_words, "trainer.resume_mode=auto")
     return [f"newest complete checkpoint: {checkpoint}", f"to resume from it: {command}"]

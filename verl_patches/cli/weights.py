@@ -86,7 +86,7 @@ def export_command(
         other = ", or a checkpoint (global_step_N) with manifest.json, or a Megatron folder"
         run = find_start(source, output_root(), other)
         if (newest := checkpoint_chain(require_start(run)).newest()) is None:
-            raise ConfigError(f"{run}: expected a complete checkpoint, found none, also of earlier starts")
+            raise ConfigError(f"{run}: expected a complete checkpoint, found none; save one with trainer.save_freq=N")
         source = newest
     convert_command(source, destination, hf=True, processes=processes, as_json=as_json)
 

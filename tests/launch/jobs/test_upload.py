@@ -139,3 +139,15 @@ def test_the_command_ends_by_a_signal_with_its_code_and_with_its_uploader(tmp_pa
         pid = int((tmp_path / "pid").read_text())
         while Path(f"/proc/{pid}").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
             time.sleep(0.05)
+
+
+@pytest.mark.parametrize("to", ["s4://bucket/x", "file://{}/to"])
+def test_a_target_that_no_package_can_write_is_refused_before_the_command(tmp_path, to):
+    code, out = run(make_job(tmp_path, WORK.format(0), to.format(tmp_path)))
+    assert (code, "ended" in out) == ((2, False) if to.startswith("s4") else (0, True))
+    assert ("s4; nothing was started" in out) == (code == 2)
+
+
+def test_the_command_line_needs_no_fsspec():
+    code = "import sys; sys.modules['fsspec'] = None; import verl_patches.__main__"
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)

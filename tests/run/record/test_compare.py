@@ -132,6 +132,11 @@ def sources(tmp_path):
 def test_the_command_says_what_it_read_and_fails_beyond_a_limit(call, sources):
     code, out, err = call(["compare", str(sources / "run"), str(sources / "near.log")])
     assert code == 0 and "ok: reward: mean of |a - b| over 3 common steps (1 to 3) is 1 %, at most 4 %" in out
+    title, names = out.splitlines()[0], out.splitlines()[2]
+    assert (
+        title.endswith("(a console log)") and names.split() == "metric name steps absolute relative largest at".split()
+    )
+    assert out.count("critic/score/mean") == 1
     code, out, _ = call(["compare", str(sources / "run"), str(sources / "far.log")])
     assert code == 1 and "FAILED: reward: " in out and "found 10 %" in out
     code, out, _ = call(["compare", str(sources / "run"), str(sources / "far.log"), "--limit", "reward=0.1", "--json"])

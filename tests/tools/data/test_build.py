@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import datasets
+import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -20,6 +21,7 @@ from tests.conftest import ROOT
 from tests.tools.data.cases import RECORDS, contents, make, read, write_lines
 from verl_patches.__main__ import app
 from verl_patches.errors import ConfigError
+from verl_patches.processes import is_gone
 from verl_patches.tools.data import build as module
 from verl_patches.tools.data.output import new_folder
 from verl_patches.tools.data.settings import read_settings
@@ -191,13 +193,17 @@ def test_an_output_is_a_new_folder(tmp_path):
         pass
 
 
-def test_an_error_or_a_second_writer_leaves_no_output(tmp_path):
+def test_an_error_or_a_second_writer_leaves_no_output(tmp_path, monkeypatch):
     target = tmp_path / "out"
     with pytest.raises(ZeroDivisionError), new_folder(target) as work:
         (work / "out" / "train.parquet").write_text("x")
         raise ZeroDivisionError
-    with new_folder(target), pytest.raises(ConfigError, match="expected a new folder"), new_folder(target):
-        pass
+    with new_folder(target) as work:
+        monkeypatch.setattr(Path, "exists", lambda _: False)  # the second writer looks before the first one writes
+        with pytest.raises(ConfigError, match="existing one; remove it, or give another folder with -o"):
+            with new_folder(target):
+                pass
+        assert (work / "out").is_dir()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -213,6 +219,30 @@ def test_a_killed_build_leaves_nothing_under_the_final_name(tmp_path):
     assert process.wait() == -signal.SIGKILL and not (tmp_path / "out").exists()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and ".out.partial: expected a new folder" in done.stderr
+
+
+@pytest.mark.parametrize("how", ["end", "terminal", "worker", "kill"])
+def test_a_build_of_several_workers_ends_with_all_its_processes(tmp_path, how):
+    source = write_lines(tmp_path / "rows.jsonl", [RECORDS["maths"](n) for n in range(100_000)])
+    keys = {"input": str(source), "handler_name": "maths", "output_prefix": str(tmp_path / "out"), "workers": 2}
+    (tmp_path / "build.yaml").write_text(json.dumps(keys))
+    command = [sys.executable, "-m", "verl_patches", "data", "build", str(tmp_path / "build.yaml")]
+    process = psutil.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    while process.poll() is None and len(workers := process.children()) < 3:  # and the library's queue
+        time.sleep(0.005)
+    while process.poll() is None and not [*(tmp_path / ".out.partial/rows").rglob("*cache-*")]:
+        time.sleep(0.005)
+    if how == "end":
+        process.send_signal(signal.SIGTERM)
+    elif how == "terminal":
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        (workers[0] if how == "worker" else process).kill()
+    text = process.communicate()[1]
+    assert process.returncode == {"end": 143, "terminal": 130, "worker": 1, "kill": -signal.SIGKILL}[how], text
+    assert "Traceback" not in text and (how != "worker" or "workers=2: one was killed; lower workers" in text)
+    while not all(map(is_gone, workers)):
+        time.sleep(0.05)
 
 
 def test_nothing_is_written_but_the_output(tmp_path):

@@ -58,6 +58,14 @@ def test_a_run_has_its_own_checkpoints_and_settings_and_other_weights_those_of_a
     assert other.length == json.loads((tiny_model / "config.json").read_text())["max_position_embeddings"]
 
 
+def test_a_model_may_lie_directly_below_the_root_folder(run, tiny_model):
+    class Top(type(tiny_model)):
+        def absolute(self):
+            return type(tiny_model)("/model")
+
+    assert list(find(Top(tiny_model), run.parents[1]).sources) == [0]
+
+
 def test_which_settings_count_is_said_and_a_file_of_them_is_refused_for_a_run(run, tiny_model):
     saved = run / "checkpoints" / "global_step_20"
     copied = shutil.copytree(saved, run.parent / "global_step_20")

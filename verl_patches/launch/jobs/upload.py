@@ -3,7 +3,7 @@
     python -m verl_patches.launch.jobs.upload FROM TO [FROM TO ...] [-- COMMAND...]
 
 This runs the command and, when it has ended, sends the files that TO lacks, or has with another size. The exit code is
-the command's, or 1 where that is 0 and not all was sent.
+the command's, or 1 where that is 0 and not all was sent; 2 without a start where no package knows a target's scheme.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-from fsspec.core import url_to_fs
 
 from verl_patches.errors import ConfigError
 from verl_patches.launch.jobs.job import Job
@@ -65,6 +63,8 @@ def send_files(source: Path, to: str) -> bool:
 
 def _send_missing_files(source: Path, to: str) -> Iterator[int]:
     """Send the files that `to` lacks and yield the size of each in bytes; raises errors of fsspec, and ConfigError."""
+    from fsspec.core import url_to_fs
+
     if not source.exists():
         raise ConfigError(f"{source}: expected a file or a folder to upload, found none")
     store, root = url_to_fs(to, **({"auto_mkdir": True} if to.startswith(("file:", "local:")) else {}))
@@ -91,6 +91,14 @@ def main(words: Sequence[str]) -> int:
     logging.basicConfig(format="%(message)s", stream=sys.stdout, level=logging.INFO)
     end = words.index("--") if "--" in words else len(words)
     pairs, command = words[:end], words[end + 1 :]
+    try:
+        from fsspec import get_filesystem_class
+
+        for to in pairs[1::2]:
+            get_filesystem_class(to.partition("://")[0])
+    except (ImportError, ValueError) as error:
+        log.error("uploads to %s: %s; nothing was started", " ".join(pairs[1::2]), _redacted_text(error))
+        return 2
     code = _run_command(command) if command else 0
     sent = [send_files(Path(source), to) for source, to in zip(pairs[::2], pairs[1::2], strict=True)]
     if not all(sent):

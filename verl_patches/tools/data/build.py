@@ -11,6 +11,8 @@ import json
 import os
 import pickle
 import re
+import signal
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from random import Random
@@ -18,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from verl_patches.errors import ConfigError
+from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.processes import END_SIGNALS, die_with_parent
 from verl_patches.step.objectives.chat import row_tokens
 from verl_patches.tools.data.handlers import (
     CONVERSATION_COLUMNS,
@@ -125,6 +128,7 @@ def _make_dataset(settings: Settings, sources: Sequence[Source], scratch: Path) 
     """Return the dataset of RESULT_COLUMNS, with a row for each record; raise ConfigError if there is none."""
     from datasets import Dataset, Features, Value
     from datasets.exceptions import DatasetGenerationError
+    from multiprocess.util import register_after_fork
 
     if all(next(source.rows(), None) is None for source in sources):  # otherwise datasets raises an error of its own
         raise ConfigError(f"input {', '.join(settings.inputs)}: expected rows, found none")
@@ -134,17 +138,34 @@ def _make_dataset(settings: Settings, sources: Sequence[Source], scratch: Path) 
         given = Dataset.from_generator(_records, features, **cache)
     except DatasetGenerationError as error:
         raise error.__cause__ or error from None
-    return given.map(
-        _make_results,
-        batched=True,
-        batch_size=_BATCH_ROWS,
-        remove_columns=["record"],
-        features=Features({name: Value(kind) for name, kind in RESULT_COLUMNS.items()}),
-        fn_kwargs={"settings": settings},
-        num_proc=settings.workers if settings.workers > 1 else None,
-        new_fingerprint="rows",
-        desc="Making rows",
-    )
+    register_after_fork(given, functools.partial(_prepare_worker, threading.get_ident()))  # as long as `given` lives
+    try:
+        return given.map(
+            _make_results,
+            batched=True,
+            batch_size=_BATCH_ROWS,
+            remove_columns=["record"],
+            features=Features({name: Value(kind) for name, kind in RESULT_COLUMNS.items()}),
+            fn_kwargs={"settings": settings},
+            num_proc=settings.workers if settings.workers > 1 else None,
+            new_fingerprint="rows",
+            desc="Making rows",
+        )
+    except Exception as error:
+        if isinstance(error.__context__, SystemExit | KeyboardInterrupt):  # datasets raises its own error in its place
+            raise error.__context__ from None
+        if "abruptly died" in str(error) or isinstance(error, EOFError | ConnectionError):
+            raise RecipeError(f"workers={settings.workers}: one was killed; lower workers, or add memory") from error
+        raise
+
+
+def _prepare_worker(caller: int, _: object) -> None:
+    """Let a process of `datasets` end with thread `caller` of this command, and by no signal of a terminal."""
+    os.setsid()
+    if threading.get_ident() == caller:  # the thread that replaces a killed worker ends before it, and waits for it
+        die_with_parent()
+    for number in END_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _read_columns(made: Dataset, *names: str) -> Iterator[dict[str, Any]]:

@@ -29,20 +29,24 @@ def new_folder(target: Path) -> Iterator[Path]:
     folder exists, or cannot be written.
     """
     work = target.with_name(f".{target.name}{PARTIAL}") if target.name else target
-    for there in (target, work):
-        if there.exists():
-            raise ConfigError(f"output {there}: expected a new folder, found an existing one; remove it")
     try:
-        (work / "out").mkdir(parents=True)
-        yield work
-        if files := list((work / "out").iterdir()):
-            for file in files:
-                sync(file)
-            (work / "out").rename(target)
+        if target.exists():
+            raise FileExistsError
+        work.mkdir(parents=True)  # of two builds at once the second fails here, and removes nothing
+        try:
+            (work / "out").mkdir()
+            yield work
+            if files := list((work / "out").iterdir()):
+                for file in files:
+                    sync(file)
+                (work / "out").rename(target)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    except FileExistsError:
+        found = f"output {target if target.exists() else work}: expected a new folder, found an existing one"
+        raise ConfigError(f"{found}; remove it, or give another folder with -o") from None
     except OSError as error:
         raise ConfigError(f"output {target}: cannot be written ({error}); free or repair the disk") from error
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
 
 def write_manifest(folder: Path, **facts: Any) -> None:

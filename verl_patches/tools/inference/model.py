@@ -60,7 +60,7 @@ def find_model(
     Raise ConfigError for anything else, for a value model, and for what cannot run here.
     """
     if (given / "config.json").exists():
-        saved, of_run = CHECKPOINT_NAME.fullmatch(given.name), given.absolute().parents[1]
+        saved, of_run = CHECKPOINT_NAME.fullmatch(given.name), given.absolute().parent.parent
         folders = {int(saved[1]) if saved else 0: given}
         run = of_run if saved and (of_run / CONFIG_FILE).is_file() else None
     else:
