@@ -204,7 +204,7 @@ def test_a_check_that_hangs_or_raises_is_left_behind_with_what_it_saw(monkeypatc
         ended.wait()
 
     monkeypatch.setattr(node_checks, "CHECK_S", 0.1)
-    found = NodeCheck("a", "how", "expected", "todo", look).findings(npu=False)
+    found = NodeCheck("a", "expected", "todo", look).findings(npu=False)
     ended.set()
     assert found[-1].state == "problem" and "not finished within" in found[-1].found
 
@@ -212,7 +212,7 @@ def test_a_check_that_hangs_or_raises_is_left_behind_with_what_it_saw(monkeypatc
         yield Result(True, "first")
         raise RecipeError("broken")
 
-    found = NodeCheck("a", "how", "expected", "todo", broken).findings(npu=False)
+    found = NodeCheck("a", "expected", "todo", broken).findings(npu=False)
     assert [(one.state, one.found) for one in found] == [("fine", "first"), ("problem", "RecipeError: broken")]
 
 
@@ -252,6 +252,6 @@ def test_disk_holds_the_checkpoints_of_the_model_and_is_measured(make_node, prod
 
 
 def test_a_check_that_could_not_be_made_is_a_problem_on_npu_only():
-    row = NodeCheck("a", "how", "expected", "todo", lambda: [Result(None, "no tool")])
+    row = NodeCheck("a", "expected", "todo", lambda: [Result(None, "no tool")])
     assert [(f.state, f.found) for f in row.findings(npu=True)] == [("problem", "not run: no tool")]
     assert [(f.state, f.todo) for f in row.findings(npu=False)] == [("not run", "")]

@@ -107,8 +107,8 @@ def _clocks(node: Node, answer: Mapping[str, Any]) -> Iterator[Result]:
 
 
 ALL_ROWS = (
-    NodeCheck("nodes", "Ray's nodes, and `doctor --this-node` on each", "trainer.nnodes with trainer.n_gpus_per_node",
+    NodeCheck("nodes", "trainer.nnodes with trainer.n_gpus_per_node",
         f"start the missing nodes: {our_command('plan', 'CONFIG')} prints the commands", _node_count),
-    NodeCheck("clocks", "difference from this node's clock, corrected by the round-trip time",
-        f"at most {CLOCK_S:g} s from most nodes", "chronyc makestep, or systemctl restart chronyd", _clocks),
+    NodeCheck("clocks", f"at most {CLOCK_S:g} s from most nodes",
+        "chronyc makestep, or systemctl restart chronyd", _clocks),
 )  # fmt: skip

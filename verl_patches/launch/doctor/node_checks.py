@@ -131,10 +131,9 @@ class NotRunError(Exception):
 
 @dataclass(frozen=True)
 class NodeCheck:
-    """Describe one check of doctor: how it is made, what it expects, and the command that mends a fault."""
+    """Describe one check of doctor: what it expects, the command that mends a fault, and what makes it."""
 
     name: str
-    method: str
     expected: str
     todo: str
     results: Callable[..., Iterable[Result]]
@@ -285,20 +284,16 @@ def _ports(node: Node) -> Iterator[Result]:
 
 
 HOST_ROWS = (
-    NodeCheck("versions", "as `versions` does: packages, commits, edited files, driver, firmware, CANN",
-        "configs/upstream.yaml", our_command("versions", "--line", "LINE"), _versions),
-    NodeCheck("disk", "free space, and the write and read rate of a temporary file in each folder",
-        "space for the files that the run writes", "free space, or choose another folder: recipe.output_root, "
-        "trainer.default_local_dir, TMPDIR", _disk),
-    NodeCheck("memory", "size of /dev/shm, available memory and the container's limit",
-        "enough for Ray's object store and the workers",
+    NodeCheck("versions", "configs/upstream.yaml", our_command("versions", "--line", "LINE"), _versions),
+    NodeCheck("disk", "space for the files that the run writes",
+        "free space, or choose another folder: recipe.output_root, trainer.default_local_dir, TMPDIR", _disk),
+    NodeCheck("memory", "enough for Ray's object store and the workers",
         "ps aux --sort -rss | head names the largest programs: end them", _memory),
-    NodeCheck("limits", "ulimit, and the container's pids.max", "at least the minimum of the platform",
+    NodeCheck("limits", "at least the minimum of the platform",
         "docker run --ulimit memlock=-1 --ulimit nofile=1048576:1048576 (scripts/start_container.sh), --pids-limit -1",
         _limits),
-    NodeCheck("interface", "the node's variables, recipe.hccl.interface, or the route to Ray's head",
-        "an interface that is up, and not the loopback where the run has several nodes",
+    NodeCheck("interface", "an interface that is up, and not the loopback where the run has several nodes",
         "ip -brief address lists them; set recipe.hccl.interface, or HCCL_, GLOO_ and TP_SOCKET_IFNAME", _interface),
-    NodeCheck("ports", "sysctl's ephemeral range, and binding each port", "outside the ephemeral range",
+    NodeCheck("ports", "outside the ephemeral range",
         "sysctl -w net.ipv4.ip_local_reserved_ports=61000-61143, or change recipe.hccl.base_port", _ports),
 )  # fmt: skip

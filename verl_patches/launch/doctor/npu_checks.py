@@ -111,9 +111,9 @@ def _link_faults(node: Node, die: Die) -> tuple[list[Result], bool]:
 
 
 NPU_ROWS = (
-    NodeCheck("npu health", "npu-smi info", "every die OK", "npu-smi info -t health -i CARD; dmesg", _health),
-    NodeCheck("npu memory", "npu-smi info, memory and processes of each die", "free memory for the run's modelled peak",
+    NodeCheck("npu health", "every die OK", "npu-smi info -t health -i CARD; dmesg", _health),
+    NodeCheck("npu memory", "free memory for the run's modelled peak",
         "npu-smi info names the processes; end them on the host", _memory),
-    NodeCheck("npu links", "npu-smi info -t hccs; hccn_tool -ip, -link, -net_health of each die",
-        "HCCS OK; a port with an address is UP and healthy", "hccn_tool -i DIE -link_stat -g", _links),
+    NodeCheck("npu links", "HCCS OK; a port with an address is UP and healthy",
+        "hccn_tool -i DIE -link_stat -g", _links),
 )  # fmt: skip
