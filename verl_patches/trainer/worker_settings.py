@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -49,6 +48,8 @@ def send_switches(original: Callable) -> Callable:
 
 def _submitted_variables() -> Mapping[str, str]:
     """Return the variables that `ray job submit` gives to the job of this driver."""
+    import json  # the prelude imports this module in every process
+
     job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON") or "{}")
     return (job.get("runtime_env") or {}).get("env_vars") or {}
 
@@ -59,6 +60,8 @@ def send_settings(engine: Mapping[str, Any] | None, network: Mapping[str, Any] |
     engine: verl's actor_rollout_ref section, for a line whose engine must be prepared before Megatron is imported.
     network: arguments of platform/npu/__init__.py's set_interface.
     """
+    import json
+
     from ray.experimental.internal_kv import _internal_kv_put
 
     _internal_kv_put(_settings_key(), json.dumps({"engine": engine, "network": network}))
@@ -72,6 +75,8 @@ def prepare_as_sent(_: Any) -> None:
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return
+    import json
+
     from ray.experimental.internal_kv import _internal_kv_get
 
     sent = _internal_kv_get(_settings_key()) if os.environ.keys() >= VERL_WORKER_VARIABLES else None
