@@ -429,12 +429,10 @@ def _report_outcome(outcome: launcher.Outcome, run: RunSpec, as_json: bool, off:
 def _next_commands(run: RunSpec) -> list[str]:
     """Return three commands for a run that has ended well: look at it, read its samples, go on."""
     name = run.home.name if run.home.parent == output_root() else str(run.home)
-    if run.verl.trainer.save_freq <= 0:
-        third = our_command("plan", "moonlight_16die")
-    elif run.samples:
-        third = our_command("eval", name, f"{name}-scores", *run.trees.option)
-    else:
-        third = our_command("weights", "export", name, f"{name}-hf")
+    third = our_command("plan", "moonlight_16die")
+    if run.verl.trainer.save_freq > 0:
+        exported = our_command("weights", "export", name, f"{name}-hf")
+        third = our_command("eval", name, f"{name}-scores", *run.trees.option) if run.samples else exported
     second = our_command("samples", name) if run.samples and run.recipe.rollout.record else our_command("report", name)
     return [our_command("status", name), second, third]
 

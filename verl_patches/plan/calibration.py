@@ -119,17 +119,9 @@ def _phase_rows(
         yield PublishedRow(f"{name}{phase}", seconds, predict(phase), fixes.get(phase), phase)
 
 
-def _decode_s(batch: int) -> Callable[[Constants], float]:
-    return lambda constants: decode_s(published_run(), batch, _DECODE_CONTEXT, batch, constants)
-
-
 def _total_s(tokens_per_s: float) -> float:
     """Return the seconds of a step of a series that quotes tokens/s of a card, of responses of 3039.8 tokens."""
     return round(512 * 16 * (MEAN_PROMPT + 3039.8) / 128 / tokens_per_s, 1)
-
-
-def _cache_saves_s(constants: Constants) -> float:
-    return step_time(run_without_cache(), constants)["update"] - step_time(published_run(), constants)["update"]
 
 
 RANDOM_INIT = {"rollout": 318.27, "ref": 104.7, "reward": 13.7, "advantage": 0.188, "update": 328.8, "reshard": 11.18,
@@ -141,10 +133,14 @@ TRUE_WEIGHTS = {"rollout": 373.65, "ref": 144.5, "reward": 5.0, "advantage": 0.2
 EARLIER_TRUE_WEIGHTS = {"rollout": 495.4, "old_log_prob": 134.0, "ref": 116.7, "reward": 8.4, "advantage": 0.21,
                         "update": 495.1, "reshard": 67.6, "offload": 20.3, "total": 1338.0}  # fmt: skip
 PUBLISHED_ROWS = (
-    *(PublishedRow(f"decode step, batch {batch}", ms / 1e3, _decode_s(batch), "decode_layer_s" if batch == 1 else None)
+    *(PublishedRow(f"decode step, batch {batch}", ms / 1e3,
+                   lambda constants, n=batch: decode_s(published_run(), n, _DECODE_CONTEXT, n, constants),  # type: ignore[misc]
+                   "decode_layer_s" if batch == 1 else None)
       for batch, ms in DECODE_MS.items()),
     *_phase_rows("", lambda constants: published_run(), RANDOM_INIT, RANDOM_INIT_FIXES),
-    PublishedRow("update, saved by the tensor cache", 400.9 - 334.15, _cache_saves_s, "driver_bytes_per_s"),
+    PublishedRow("update, saved by the tensor cache", 400.9 - 334.15,
+                 lambda constants: step_time(run_without_cache(), constants)["update"]
+                 - step_time(published_run(), constants)["update"], "driver_bytes_per_s"),
     *_phase_rows("no tensor cache: ", lambda constants: run_without_cache(),
                  {"update": 400.9, "ref": 156.8, "total": _total_s(208.5)}, {}),
     *_phase_rows("tensor cache: ", lambda constants: published_run(),

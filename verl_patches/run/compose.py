@@ -195,8 +195,7 @@ def _explain_error(error: BaseException, name: str, base: DictConfig) -> str:
     if isinstance(error, YAMLError):
         return f"config {name}: {' '.join(str(error).split())}"
     if isinstance(error, RecursionError):
-        causes = "its defaults include the file itself, or an override has hundreds of brackets"
-        return f"{CONFIGS_DIR / name}.yaml is nested too deeply: {causes}"
+        return f"{CONFIGS_DIR / name}.yaml: its defaults include the file itself, or an override has too many brackets"
     texts: list[str] = []
     cause: BaseException | None = error
     while cause is not None:

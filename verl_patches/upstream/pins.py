@@ -15,9 +15,7 @@ from verl_patches.values import read_yaml
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 # the repository's configs/; a wheel has them in the package, where the repository has a link
-CONFIGS_DIR = _PACKAGE.parent / "configs"
-if not (CONFIGS_DIR / "upstream.yaml").is_file():
-    CONFIGS_DIR = _PACKAGE / "configs"
+CONFIGS_DIR = (_PACKAGE.parent if (_PACKAGE.parent / "configs" / "upstream.yaml").is_file() else _PACKAGE) / "configs"
 PIN_FILE = CONFIGS_DIR / "upstream.yaml"
 
 CommitHash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")]

@@ -44,8 +44,8 @@ def support_checks(run: RunSpec) -> Iterator[Check]:
     known = vllm_arguments()
     for keyword in OmegaConf.select(run.verl, _ENGINE_KEYS) or ():
         if known and keyword not in known:
-            text = f"{_ENGINE_KEYS}.{keyword}: the installed vLLM has no such argument: "
-            yield Check("engine_kwargs", False, text + unknown_key(keyword, known, "remove it"))
+            why = unknown_key(keyword, known, "the installed vLLM has no such argument")
+            yield Check("engine_kwargs", False, f"{_ENGINE_KEYS}.{keyword}: {why}")
 
 
 @functools.cache

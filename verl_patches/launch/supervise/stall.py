@@ -100,11 +100,6 @@ def _is_slow(beat: Beat) -> bool:
     return beat.call in SLOW_CALLS or beat.phase in SLOW_PHASES or first_validation
 
 
-def _from_last_byte(seen: SeenProcess, last_byte_s: float) -> SeenProcess:
-    """Return the process; in a slow place with its time from the last byte that any process has read or written."""
-    return replace(seen, in_place_s=min(seen.in_place_s, last_byte_s)) if _is_slow(seen.beat) else seen
-
-
 @dataclass(frozen=True)
 class Stall:
     """Describe a stall: the culprits, some rank that waits for them, and one sentence."""
@@ -117,7 +112,10 @@ class Stall:
 def find_stall(processes: Sequence[SeenProcess], bounds: Bounds, world: int = 0) -> Stall | None:
     """Return the stall of a run of `world` ranks, or None. `processes`: ranks and controller, from all nodes."""
     last_byte_s = min((seen.disk_still_s for seen in processes), default=math.inf)
-    processes = [_from_last_byte(seen, last_byte_s) for seen in processes]
+    processes = [  # in a slow place the time counts from the last byte that any process has read or written
+        replace(seen, in_place_s=min(seen.in_place_s, last_byte_s)) if _is_slow(seen.beat) else seen
+        for seen in processes
+    ]
     ranks = [seen for seen in processes if seen.beat.rank is not None]
     controller = next((seen for seen in processes if seen.beat.rank is None), None)
     longest: defaultdict[str, float] = defaultdict(float)

@@ -204,7 +204,7 @@ def log_prob_metrics(batch_sums: LogProbSums, correction: Correction | None = No
         KL: -sums["d"] / tokens,
         K3_KL: sums["k3"] / tokens,
         DELTA_MEAN: sums["abs"] / tokens,
-        DELTA_STD: _deviation(sums["abs"], sums["abs2"], tokens),
+        DELTA_STD: math.sqrt(max(sums["abs2"] - sums["abs"] ** 2 / tokens, 0.0) / (tokens - 1)) if tokens > 1 else None,
         DELTA_MAX: highest["abs"],
         PEARSON: _pearson(sums, tokens),
         **{f"{_RATIO_PREFIX}/{name}": _ratio_quantile(batch_sums.bins, share) for name, share in _QUANTILES.items()},
@@ -230,10 +230,6 @@ def _weight_metrics(sums: dict[str, float], highest: dict[str, float]) -> dict[s
         f"{_CORRECTION_PREFIX}/rollout_is_eff_sample_size": mean * mean / mean_2,
         f"{_CORRECTION_PREFIX}/rollout_is_ratio_fraction_high": sums["above_cap"] / sums["weights"],
     }
-
-
-def _deviation(total: float, squares: float, n: float) -> float | None:
-    return None if n < 2 else math.sqrt(max(squares - total * total / n, 0.0) / (n - 1))
 
 
 def _pearson(sums: dict[str, float], n: float) -> float | None:
