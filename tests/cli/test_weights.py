@@ -16,7 +16,6 @@ from verl_patches.weights.manifest import CRITIC
 from verl_patches.weights.source import open_source
 
 LAYOUT = "tp2 pp2 ep6 etp1 @12 layers=1,1"
-TRAIN_256 = "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7"
 HEAD = "lm_head.weight"
 
 

@@ -49,7 +49,6 @@ def test_the_example_is_a_job_of_256_dies():
         ({"secrets": 5, "folder": "/x/${HOME}"}, r"write \$\{oc.env:HOME\} in place of"),
         ({"folder": "~/x"}, "folder: String should match"),
         ({"slurm": {"partition": "a\n#SBATCH --uid=0"}}, "slurm.partition"),
-        ({"slurm": {"options": ["--uid=0\nrm"]}}, "slurm.options"),
         ({"ssh": {"user": "-oProxyCommand=x"}}, "ssh.user"),
         ({"nodes": 2, "provider": "ssh", "hosts": ["a", "a"]}, "hosts has an address twice"),
         ({"command": ["a"], "uploads": [{"from": "o", "to": f"s3://b{end}"} for end in ("", "/")]}, "the same target"),
