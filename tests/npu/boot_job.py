@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from omegaconf import OmegaConf
 
@@ -131,7 +132,7 @@ def worker(folder: Path, found: dict[str, Any]) -> None:
     hook, _, config = ray.cloudpickle.loads((folder / "driver.pickle").read_bytes())
     os.environ.update(WORKER)
     sys.modules["vllm._C"] = None  # the image builds vLLM for no device (VLLM_TARGET_DEVICE=empty): no compiled ops
-    prepare_engine(hook, found)
+    prepare_engine(hook, OmegaConf.to_container(config.actor_rollout_ref), found)
     with step(found, "verl.workers.megatron_workers"):
         importlib.import_module("verl.single_controller.ray.megatron")
         workers = importlib.import_module("verl.workers.megatron_workers")
@@ -149,13 +150,27 @@ def worker(folder: Path, found: dict[str, Any]) -> None:
         found["not imported"] = {name: why for name in vllm_ascend_modules() if (why := refusal(name))}
 
 
-def prepare_engine(hook: Callable[[], None], found: dict[str, Any]) -> None:
-    """Run the set-up hook, then import verl, which prepares MindSpeed; note after each which library came first."""
+def prepare_engine(hook: Callable[[], None], engine: dict[str, Any], found: dict[str, Any]) -> None:
+    """Run the set-up hook, then import verl, which prepares MindSpeed; note after each which library came first.
+
+    engine: what the driver has stored in Ray (`send_settings`); there is no Ray here to read it from.
+    """
+    import ray
+    from ray.experimental import internal_kv
+
+    from verl_patches.trainer import worker_settings
+
     with step(found, "set-up hook"):
         hook()
         found["first of the engine after the hook"] = first_of_engine()
     with step(found, "verl"):
-        importlib.import_module("verl")
+        sent = json.dumps({"engine": engine, "network": None})
+        with (
+            mock.patch.object(ray, "is_initialized", lambda: True),
+            mock.patch.object(worker_settings, "_settings_key", lambda: "key"),
+            mock.patch.object(internal_kv, "_internal_kv_get", {"key": sent}.get),
+        ):
+            importlib.import_module("verl")
         found["first of the engine after verl"] = first_of_engine()
 
 

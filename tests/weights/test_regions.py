@@ -84,7 +84,7 @@ def test_regions_of_megatrons_files_of_any_layout_are_those_of_the_folder(tmp_pa
 
 
 def test_memory_does_not_grow_with_the_folder(tmp_path, run_ranks):
-    """Read 210 MB in FP8 with less than 60 MB of host memory: a band, its values in bf16, tables."""
+    """Read 210 MB in FP8 with less than 80 MB of host memory: a band, its values in bf16, tables."""
     config = tiny_config() | {"vocab_size": 520, "hidden_size": 4096, "intermediate_size": 8192, **SMALL}
     config |= {"first_k_dense_replace": 2, QUANTIZATION: QUANTIZED}
     stored = {}
@@ -98,7 +98,7 @@ def test_memory_does_not_grow_with_the_folder(tmp_path, run_ranks):
     size = sum(path.stat().st_size for path in (tmp_path / "fp8").glob("*.safetensors"))
     job = "tests.weights.load_job:peak_job", tmp_path / "fp8"
     by_regions, control = (run_ranks(*job, how)[0] for how in (True, False))
-    assert size > 200e6 and by_regions < 60e6
+    assert size > 200e6 and by_regions < 80e6
     assert control > 0.9 * size
 
 

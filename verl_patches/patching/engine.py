@@ -236,8 +236,10 @@ class Engine:
         """Return the present (state, reason) of a row."""
         name = row.spec.target_module
         now = sys.modules.get(name)
-        if row.spec.is_module_stub and row.state == "active" and not hooks.is_stub(name):
-            return "off", f"the installed package {name} is used instead of our stub"
+        if row.spec.is_module_stub and row.state == "active" and (provided := hooks.import_source(name)) != "ours":
+            if provided:
+                return "off", f"the installed package {name} is used instead of our stub"
+            return "overridden", f"sys.modules has a module {name} that is neither our stub nor an installed package"
         if not row.in_place:
             missed = row.state == "waiting" and now is not None and not hooks.is_half_built(now)
             return row.state, "its module was imported without our hook; call apply() again" if missed else row.reason

@@ -206,12 +206,13 @@ def remove_module_stub(name: str) -> None:
             del sys.modules[served]
 
 
-def is_stub(name: str) -> bool:
-    """Return whether `import name` gives our stub, and not an installed package."""
+def import_source(name: str) -> str:
+    """Return what `import name` gives: "ours", "package" for an installed one, else "" (such as one made in memory)."""
     top = name.partition(".")[0]
     module = sys.modules.get(name)
     if module is None and name in _STUBS.providers and top not in _STUBS.providers:
-        return True  # a module that an installed package lacks
+        return "ours"  # a module that an installed package lacks
     module = module or sys.modules.get(top)
     spec = importlib.util.find_spec(top) if module is None else module.__spec__
-    return isinstance(getattr(spec, "loader", None), _AliasLoader)
+    loader = getattr(spec, "loader", None)
+    return "ours" if isinstance(loader, _AliasLoader) else "package" if loader else ""

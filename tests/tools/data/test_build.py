@@ -253,7 +253,7 @@ def test_nothing_is_written_but_the_output(tmp_path):
     datasets.Dataset.from_list(MATHS).save_to_disk(str(tmp_path / "saved"))
     before = contents(tmp_path / "saved")
     command = [sys.executable, "-m", "verl_patches", "data", "build", str(ROOT / "data" / "sample.yaml"), "workers=2"]
-    environment = {"PATH": os.environ["PATH"], "HOME": str(home), "PYTHONPATH": str(ROOT), "TMPDIR": str(here)}
+    environment = {"PATH": os.environ["PATH"], "HOME": str(home), "PYTHONPATH": str(ROOT)}
     words = [f"input={tmp_path}/saved", "-o", str(tmp_path / "out")]
     done = subprocess.run([*command, *words], cwd=here, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
