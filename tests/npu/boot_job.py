@@ -151,10 +151,7 @@ def worker(folder: Path, found: dict[str, Any]) -> None:
 
 
 def prepare_engine(hook: Callable[[], None], engine: dict[str, Any], found: dict[str, Any]) -> None:
-    """Run the set-up hook, then import verl, which prepares MindSpeed; note after each which library came first.
-
-    engine: what the driver has stored in Ray (`send_settings`); there is no Ray here to read it from.
-    """
+    """Run the set-up hook, then import verl, which prepares MindSpeed; note after each which library came first."""
     import ray
     from ray.experimental import internal_kv
 
@@ -164,7 +161,7 @@ def prepare_engine(hook: Callable[[], None], engine: dict[str, Any], found: dict
         hook()
         found["first of the engine after the hook"] = first_of_engine()
     with step(found, "verl"):
-        sent = json.dumps({"engine": engine, "network": None})
+        sent = json.dumps({"engine": engine, "network": None})  # as send_settings stores it; there is no Ray here
         with (
             mock.patch.object(ray, "is_initialized", lambda: True),
             mock.patch.object(worker_settings, "_settings_key", lambda: "key"),

@@ -144,8 +144,7 @@ def make_schedule(name: str, *rows: tuple[str, str, str]) -> Schedule:
 
 # Training weights stay from the update to the weight sync. Rollout weights are allocated before the KV cache, which is
 # allocated last and freed first. empty_cache runs before the KV cache takes the memory that is left, and before
-# training takes the memory of the KV cache.
-# Phases that run on the controller (reward, advantage) have no moves.
+# training takes that of the KV cache. Phases that run on the controller (reward, advantage) have no moves.
 SCHEDULE = make_schedule(
     "ours",
     # phase, moves before its work, moves after it

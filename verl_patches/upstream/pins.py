@@ -14,7 +14,6 @@ from verl_patches.errors import ConfigError, our_command
 from verl_patches.values import read_yaml
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-# the repository's configs/; a wheel has them in the package, where the repository has a link
 CONFIGS_DIR = (_PACKAGE.parent if (_PACKAGE.parent / "configs" / "upstream.yaml").is_file() else _PACKAGE) / "configs"
 PIN_FILE = CONFIGS_DIR / "upstream.yaml"
 

@@ -20,8 +20,7 @@ from verl_patches.values import Count, Port, is_secret_value, is_secret_variable
 # a name for Kubernetes, and so also for containers and Slurm jobs
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$")]
 Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-Line = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]+$")]  # without control characters
-# a path or name, no option; ~ is not expanded
+Line = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]+$")]  # PlainText: no option, and no ~ to expand
 PlainText = Annotated[str, StringConstraints(pattern=r"^[^-~\x00-\x1f\x7f][^\x00-\x1f\x7f]*$")]
 Option = Annotated[str, StringConstraints(pattern=r"^-[^\x00-\x1f\x7f]*$")]  # such as --account=NAME
 Word = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x08\x0b-\x1f\x7f]*$")]  # may have several lines
