@@ -68,7 +68,6 @@ PRINTED = {
     "doctor CONFIG --this-node": "doctor deepseekv3_tiny_cpu --this-node",
     "plan CONFIG": "plan deepseekv3_16die",
     "plan moonlight_16die": "plan moonlight_16die",
-    "report *": "report smoke",
     "status": "status",
     "status *": "status smoke",
     "train --config-name * * *": "train --config-name deepseekv3_16die --dry-run",
@@ -90,13 +89,14 @@ PRINTED = {
     "smoke.sh": None,
     # tests/loop/test_bringup.py runs it with the tiny model
     "bringup deepseekv3_16die": None,
-    # tests/tools/data/test_from_rollouts.py reads them
+    # they need a run with responses or a checkpoint: tests/tools/data/test_from_rollouts.py, tests/loop/test_chains.py
     "smoke.sh *": None,
     "train --config-name CONFIG *": None,
-    # they need a run with responses, or with a checkpoint: tests/loop/test_chains.py, tests/loop/test_smoke.py
     "eval * * *": None,
+    "report *": None,
     "samples *": None,
     "weights export * *": None,
+    "weights export * DIR": None,
 }
 
 

@@ -21,7 +21,7 @@ def plan():
 def missing(plan, picture):
     """Return the lines of the plan's labels that a picture does not show."""
     shown = re.findall(r"<text[^>]*>([^<]*)<", picture)
-    lines = [line for label in draw_step.labels(plan).values() for line in label.split("\n")]
+    lines = "\n".join(draw_step.labels(plan).values()).split("\n")
     return [line for line in lines if not any(line in text.replace("&gt;", ">") for text in shown)]
 
 
