@@ -21,7 +21,7 @@ from matplotlib.patches import FancyArrowPatch
 
 GB = 1e9
 WIDTH, HEIGHT = 12.5, 8.6  # inches of 72 units: 900 units wide
-# {what the picture calls a part of a die's memory: its groups in the plan, colour}
+# {what the picture calls a part of a die's memory: its groups in the plan, colour}; the last part is all the rest
 PARTS = {
     "training weights": (("actor_params", "ref_params"), "#4c72b0"),
     "gradients": (("grads",), "#dd8452"),
@@ -30,18 +30,17 @@ PARTS = {
     "vLLM's weights": (("rollout_weights",), "#55a868"),
     "KV cache": (("kv_cache",), "#8cd17d"),
     "buffers of the reshard": (("reshard_buffers",), "#c44e52"),
-    "HCCL, CANN, graphs, tensor cache": (("hccl_buffers", "cann_context", "graphs", "tensor_cache"), "#bbbbbb"),
+    "HCCL, CANN, graphs, tensor cache": ((), "#bbbbbb"),
 }
 STAGE_COLOURS = "#dbe7f5 #c3d8ee".split()  # of even and odd pipeline stages
 INSTANCE_COLOURS = "#d8efd9 #bfe3c1".split()
-# {phase of the memory plan: its label, its phase of the step's time or None where it takes part of another}
-PHASES = {
-    "reshard": ("reshard", "reshard"),
-    "rollout": ("rollout", "rollout"),
-    "reward": ("reward", "reward"),
-    "ref": ("reference", "ref"),
-    "advantage": ("advantages", "advantage"),
-    "update": ("update", "update"),
+PHASES = {  # {phase of the plan's memory and step: its label}
+    "reshard": "reshard",
+    "rollout": "rollout",
+    "reward": "reward",
+    "ref": "reference",
+    "advantage": "advantages",
+    "update": "update",
 }
 HOST_PARTS = {"optimizer": "optimizer", "actor_params": "actor", "ref_params": "reference", "critic_params": "critic"}
 MOVES = {  # {phase of the memory plan: what moves in it}
@@ -77,9 +76,12 @@ def labels(plan: Mapping[str, Any]) -> dict[str, str]:
         "offload": f"Copies between host and dies take {copies[0]:.0f} to {copies[1]:.0f} s of the step.",
         "capacity": f"{plan['memory']['hbm_bytes'] / GB:.1f} GB usable on a die",
     }
+    for row in plan["memory"]["phases"]:
+        if row["phase"] in PHASES:
+            found[f"peak {row['phase']}"] = f"{row['peak_bytes'] / GB:.0f} GB"
     for phase, move in MOVES.items():
         found[f"move {phase}"] = move.format(**facts)
-    for label, phase in PHASES.values():
+    for phase, label in PHASES.items():
         shown = dict.fromkeys(f"{second:.0f}" if second >= 10 else f"{second:.1f}" for second in times[phase])
         found[f"time {phase}"] = f"{label}\n{' to '.join(shown)} s"
     return found
@@ -132,7 +134,7 @@ def _time_bar(axes: Axes, plan: Mapping[str, Any], text: Mapping[str, str]) -> N
     seconds = {row["phase"]: row["seconds"] for row in plan["step"]["phases"]}
     total, left = sum(seconds.values()), 0.0
     colours = ("#c44e52", "#55a868", "#bbbbbb", "#8172b3", "#bbbbbb", "#4c72b0")
-    for (_, phase), colour in zip(PHASES.values(), colours, strict=True):
+    for phase, colour in zip(PHASES, colours, strict=True):
         width = max(seconds[phase] / total, 0.004)
         axes.barh(0, width, left=left, height=1, color=colour, edgecolor="white", linewidth=0.8)
         if width > 0.1:
@@ -141,20 +143,20 @@ def _time_bar(axes: Axes, plan: Mapping[str, Any], text: Mapping[str, str]) -> N
         left += width
     axes.set(xlim=(0, left), ylim=(-0.5, 0.5))
     axes.axis("off")
-    axes.set_title("When: each phase runs on all dies; its width shows its seconds", fontsize=12, loc="left", pad=5)
+    axes.set_title("When: one phase after another; its width shows its seconds", fontsize=12, loc="left", pad=5)
 
 
 def _memory(axes: Axes, plan: Mapping[str, Any], text: Mapping[str, str]) -> None:
     """Draw the memory of the fullest die in each phase; below it what moves then."""
-    held = {row["phase"]: row["bytes"] for row in plan["memory"]["phases"]}
+    rows = {row["phase"]: row for row in plan["memory"]["phases"]}
     for number, phase in enumerate(PHASES):
-        bottom = 0.0
+        peak, bottom = rows[phase]["peak_bytes"] / GB, 0.0
         for groups, colour in PARTS.values():
-            size = sum(held[phase].get(group, 0) for group in groups) / GB
+            size = sum(rows[phase]["bytes"].get(group, 0) for group in groups) / GB if groups else peak - bottom
             axes.bar(number, size, bottom=bottom, width=0.5, color=colour, edgecolor="white", linewidth=0.5)
             bottom += size
-        axes.text(number, bottom + 1, f"{bottom:.0f} GB", ha="center", fontsize=11)
-        axes.text(number, -4, text[f"time {PHASES[phase][1]}"], ha="center", va="top", fontsize=11, weight="bold")
+        axes.text(number, peak + 1, text[f"peak {phase}"], ha="center", fontsize=11)
+        axes.text(number, -4, text[f"time {phase}"], ha="center", va="top", fontsize=11, weight="bold")
         axes.text(number, -23, text[f"move {phase}"], ha="center", va="top", fontsize=11)
     capacity = plan["memory"]["hbm_bytes"] / GB
     axes.axhline(capacity, color="#444444", linewidth=1, linestyle="--")

@@ -27,7 +27,6 @@ Word = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x08\x0b-\x1f\x7f]*$")
 Folder = Annotated[str, StringConstraints(pattern=r"^/[^:,'\s]+$")]  # docker and Slurm separate folders by : and ,
 SSH_COMMAND = "ssh -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=15 -o LogLevel=ERROR".split()
 _VARIABLE = re.compile(r"\$\{\s*oc\.env\s*:\s*(\w+)")
-_SHELL_VARIABLE = re.compile(r"\$\{\s*(\w+)\s*\}")
 _OUTPUT_ROOT = re.compile(r"""(?:^|[\s+'"])recipe\.output_root=['"]?([^\s'"]+)""")  # also inside a line of bash -c
 
 
@@ -188,11 +187,12 @@ def load_job(path: Path) -> Job:
     given = read_yaml(path)
     if "nodes" not in given and "replica_count" in given:
         given["nodes"] = given.pop("replica_count")  # another name of nodes; beside nodes it is an unknown key
-    command, secrets = given.pop("command", []), str(given.get("secrets", ""))
-    if old := _SHELL_VARIABLE.search(str(given)):
+    command, secrets = given.pop("command", []), given.get("secrets")
+    secrets = secrets if isinstance(secrets, list) else []  # anything else is refused below
+    if old := re.search(r"\$\{\s*(\w+)\s*\}", str(given)):
         raise ConfigError(f"{path}: write ${{oc.env:{old[1]}}} in place of ${{{old[1]}}}")
     for name in _VARIABLE.findall(str(given)):
-        if f"'{name}'" in secrets or is_secret_variable(name) or is_secret_value(os.environ.get(name, "")):
+        if name in secrets or is_secret_variable(name) or is_secret_value(os.environ.get(name, "")):
             raise ConfigError(
                 f"{path}: {name} is a secret, and its value would be written to files: list it under secrets"
             )
