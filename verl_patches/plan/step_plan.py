@@ -278,9 +278,9 @@ def direct_traffic(blocks: Sequence[Block], train: ParallelLayout, bucket_bytes:
 def disk_figures(run: RunSpec, gb_s: float) -> dict[str, Any]:
     """Return {gb_s, parts: [{part, bytes, seconds}]} of a start's reads and a save's writes, at `gb_s` of all nodes.
 
-    A first start reads the weights that each rank holds, half the bytes where the model's config.json is here and says
-    FP8. A save writes weights and optimizer's states once. A resumed start reads the weights that each rank holds, and
-    the states once.
+    A first start reads the weights that each rank holds, for the actor and for a critic; half the bytes where the
+    model's config.json is here and says FP8. A save writes weights and optimizer's states once. A resumed start reads
+    the weights that each rank holds, and the states once.
     """
     train, library, parts = run.train, run.train_library, []
     size = DTYPE_BYTES[run.torch_dtype]
@@ -290,7 +290,7 @@ def disk_figures(run: RunSpec, gb_s: float) -> dict[str, Any]:
     if run.reads_weights:
         file = run.model_folder / "config.json"
         quantized = file.exists() and QUANTIZATION in read_json_object(file)
-        parts.append(("first start", total if quantized else size * total))
+        parts.append(("first start", (1 if quantized else size) * total * len(run.trained_sections)))
     if run.verl.trainer.save_freq > 0:
         weight_bytes, state_bytes = run.checkpoint_bytes
         parts.append(("save", weight_bytes + state_bytes))
